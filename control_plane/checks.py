@@ -14,7 +14,7 @@ from contract.ids import ADAPTER_ID_FORM, DIGEST_FORM, is_adapter_id, is_digest
 from control_plane.errors import FieldViolation, InvalidRequest
 
 _LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
-_LABEL_KEY_FORM = "use 1 to 63 characters of a-z, 0-9, '_' and '-', the first one a letter"
+LABEL_KEY_FORM = "use 1 to 63 characters of a-z, 0-9, '_' and '-', the first one a letter"
 _PRINTABLE = re.compile(r"[ -~]*")
 
 T = TypeVar("T")
@@ -87,13 +87,18 @@ def check_display_name(display_name: str, field: str, violations: Violations) ->
         violations.add(field, f"has {num_bytes} bytes; use at most {MAX_DISPLAY_NAME_BYTES}")
 
 
+def is_label_key(text: str) -> bool:
+    """Whether `text` can be the key of a label, or the label of a version."""
+    return _LABEL_KEY.fullmatch(text) is not None
+
+
 def check_labels(labels: Mapping[str, str], field: str, violations: Violations) -> None:
     if len(labels) > MAX_LABELS:
         violations.add(field, f"has {len(labels)} labels; use at most {MAX_LABELS}")
         return
     for key, value in labels.items():
-        if not _LABEL_KEY.fullmatch(key):
-            violations.add(field, f"the key {quoted(key)} is not a valid label key: {_LABEL_KEY_FORM}")
+        if not is_label_key(key):
+            violations.add(field, f"the key {quoted(key)} is not a valid label key: {LABEL_KEY_FORM}")
         num_bytes = _num_bytes(value)
         if num_bytes > MAX_LABEL_VALUE_BYTES:
             violations.add(

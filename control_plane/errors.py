@@ -117,6 +117,18 @@ class AdapterVersionActive(MotetError):
     reason = "VERSION_ACTIVE"
 
 
+class AdapterVersionHeld(MotetError):
+    """A label points to the version, or it is the canary, so it cannot be deleted."""
+
+    reason = "VERSION_HELD"
+
+
+class NoFormerVersion(MotetError):
+    """No version was active before the active one, so there is nothing to go back to."""
+
+    reason = "NO_FORMER_VERSION"
+
+
 class AdapterDamaged(MotetError):
     """The stored weights of the adapter are not those that were registered."""
 
@@ -307,6 +319,8 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     OperationNotFound: grpc.StatusCode.NOT_FOUND,
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterVersionActive: grpc.StatusCode.FAILED_PRECONDITION,
+    AdapterVersionHeld: grpc.StatusCode.FAILED_PRECONDITION,
+    NoFormerVersion: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterDamaged: grpc.StatusCode.DATA_LOSS,
     AdapterNotServed: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterTooLarge: grpc.StatusCode.FAILED_PRECONDITION,

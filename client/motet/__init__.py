@@ -87,6 +87,9 @@ if TYPE_CHECKING:
         Adapter as Adapter,
     )
     from motet.types import (
+        AdapterCanary as AdapterCanary,
+    )
+    from motet.types import (
         AdapterPlacement as AdapterPlacement,
     )
     from motet.types import (
@@ -150,6 +153,9 @@ if TYPE_CHECKING:
         Usage as Usage,
     )
     from motet.types import (
+        VersionRollout as VersionRollout,
+    )
+    from motet.types import (
         VersionSignature as VersionSignature,
     )
 
@@ -168,9 +174,10 @@ _NAMES_BY_MODULE = {
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",
     "motet.types": (
-        "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion AdapterVisibility BeamSearch ChatMessage "
-        "Chunk Completion Finished FinishReason Generation Registration RegistrationChange ServerStatus "
-        "SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionSignature"
+        "Adapter AdapterCanary AdapterPlacement AdapterState AdapterTier AdapterVersion AdapterVisibility BeamSearch "
+        "ChatMessage Chunk Completion Finished FinishReason Generation Registration RegistrationChange ServerStatus "
+        "SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionRollout "
+        "VersionSignature"
     ),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from google.longrunning import operations_pb2
-from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from motet.errors import error_from_status, invalid_field
-from motet.types import Adapter, AdapterVersion, AdapterVisibility, ServerStatus
+from motet.types import Adapter, AdapterVersion, AdapterVisibility, ServerStatus, VersionRollout
 from motet.v1 import adapters_pb2, generation_pb2, status_pb2
-from motet.wire import adapter_from, status_from, version_from, visibility_message
+from motet.wire import adapter_from, rollout_message, status_from, version_from, visibility_message
 
 T = TypeVar("T")
 
@@ -70,21 +69,23 @@ def resource_name(name: str) -> str:
 
 
 def get_adapter(name: str) -> UnaryCall[Adapter]:
-    return _adapter_call("GetAdapter", adapters_pb2.GetAdapterRequest(name=resource_name(name)), is_repeatable=True)
+    return adapter_call("GetAdapter", adapters_pb2.GetAdapterRequest(name=resource_name(name)), is_repeatable=True)
 
 
 def pin_adapter(name: str) -> UnaryCall[Adapter]:
-    return _adapter_call("PinAdapter", adapters_pb2.PinAdapterRequest(name=resource_name(name)), is_repeatable=True)
+    return adapter_call("PinAdapter", adapters_pb2.PinAdapterRequest(name=resource_name(name)), is_repeatable=True)
 
 
 def unpin_adapter(name: str) -> UnaryCall[Adapter]:
     request = adapters_pb2.UnpinAdapterRequest(name=resource_name(name))
-    return _adapter_call("UnpinAdapter", request, is_repeatable=True)
+    return adapter_call("UnpinAdapter", request, is_repeatable=True)
 
 
-def activate_version(name: str, digest: str, etag: str) -> UnaryCall[Adapter]:
-    request = adapters_pb2.ActivateAdapterVersionRequest(name=resource_name(name), digest=digest, etag=etag)
-    return _adapter_call("ActivateAdapterVersion", request, is_repeatable=False)  # another may be active meanwhile
+def activate_version(name: str, digest: str, etag: str, expected_digest: str) -> UnaryCall[Adapter]:
+    request = adapters_pb2.ActivateAdapterVersionRequest(
+        name=resource_name(name), digest=digest, etag=etag, expected_digest=expected_digest
+    )
+    return adapter_call("ActivateAdapterVersion", request, is_repeatable=False)  # another may be active meanwhile
 
 
 def update_adapter(
@@ -95,10 +96,11 @@ def update_adapter(
     shared_with: Sequence[str] | None,
     owner: str | None,
     etag: str,
+    add_more: Callable[[adapters_pb2.UpdateAdapterRequest], None],
 ) -> UnaryCall[Adapter]:
-    """Changes what is not None."""
-    adapter = adapters_pb2.Adapter(name=resource_name(name), etag=etag)
-    paths = []
+    """Changes what is not None, and what `add_more` adds to the request."""
+    request = adapters_pb2.UpdateAdapterRequest(adapter=adapters_pb2.Adapter(name=resource_name(name), etag=etag))
+    adapter, paths = request.adapter, request.update_mask.paths
     if display_name is not None:
         adapter.display_name = display_name
         paths.append("display_name")
@@ -114,12 +116,10 @@ def update_adapter(
     if owner is not None:
         adapter.owner = owner
         paths.append("owner")
+    add_more(request)
     if not paths:
-        raise invalid_field(
-            "update_mask", "nothing to change; give display_name, labels, visibility, shared_with or owner"
-        )
-    request = adapters_pb2.UpdateAdapterRequest(adapter=adapter, update_mask=FieldMask(paths=paths))
-    return _adapter_call("UpdateAdapter", request, is_repeatable=False)  # another may have changed it meanwhile
+        raise invalid_field("update_mask", "nothing to change; give what to change, such as display_name or labels")
+    return adapter_call("UpdateAdapter", request, is_repeatable=False)  # another may have changed it meanwhile
 
 
 def list_adapters(page_size: int, page_token: str) -> UnaryCall[Page[Adapter]]:
@@ -150,6 +150,7 @@ def create_adapter(
     visibility: AdapterVisibility | str | None,
     shared_with: Sequence[str],
     owner: str,
+    rollout: VersionRollout | None,
     *,
     validate_only: bool,
 ) -> UnaryCall[operations_pb2.Operation]:
@@ -161,6 +162,7 @@ def create_adapter(
         visibility=visibility_message(visibility),
         shared_with=shared_with,
         owner=owner,
+        rollout=rollout_message(rollout),
         validate_only=validate_only,
         request_id=uuid.uuid4().hex,  # sent again after a lost response, it begins nothing twice
     )
@@ -211,7 +213,8 @@ def poll_interval_s(num_polls: int) -> float:
     return min(0.05 * 1.5**num_polls, 1.0)
 
 
-def _adapter_call(method: str, request: Message, *, is_repeatable: bool) -> UnaryCall[Adapter]:
+def adapter_call(method: str, request: Message, *, is_repeatable: bool) -> UnaryCall[Adapter]:
+    """A call of AdapterService whose response is an adapter."""
     # Every response of these methods has the one field `adapter`.
     response_type: type[Message] = getattr(adapters_pb2, f"{method}Response")
     return UnaryCall(

@@ -33,8 +33,9 @@ class GenerateOptions(SamplingOptions, total=False):
     The values in effect are reported in `started`.
     """
 
-    adapter: str  # name of the adapter; empty for the base model
-    adapter_digest: str  # pins one version of it; empty for the active one
+    adapter: str  # name of the adapter, also "name@number" or "name@label"; empty for the base model
+    adapter_digest: str  # pins one version of it; empty for the active one, or the canary
+    routing_key: str  # requests with equal keys get the same one of active version and canary; at most 128 bytes
     max_tokens: int | None  # most tokens to generate
     n: int | None  # completions to return, each with its own index
     best_of: int | None  # completions to sample; the n most likely ones are returned at the end
@@ -61,6 +62,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         request_id=_text("request_id", options.get("request_id", "")),
         adapter=_text("adapter", options.get("adapter", "")),
         adapter_digest=_text("adapter_digest", options.get("adapter_digest", "")),
+        routing_key=_text("routing_key", options.get("routing_key", "")),
         cache_salt=_text("cache_salt", options.get("cache_salt", "")),
         sampling=_sampling(options),
         stopping=types_pb2.StoppingParams(
@@ -116,6 +118,7 @@ def repetition(
     resumed = generation_pb2.GenerateRequest()
     resumed.CopyFrom(request)
     resumed.request_id = started.request_id
+    resumed.adapter = request.adapter.partition("@")[0]  # a label may point to another version meanwhile
     resumed.adapter_digest = started.adapter_digest
     _pin_unset(resumed.sampling, started.sampling)
     _pin_unset(resumed.stopping, started.stopping)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
+from types import MappingProxyType
 
 from motet.v1.sampling import SamplingInEffect
 from motet.v1.status import (
@@ -214,6 +215,14 @@ class VersionSignature:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterCanary:
+    """A version that gets a share of the new requests which name no version."""
+
+    digest: str
+    per_mille: int  # the share, in thousandths
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterVersion:
     """One immutable version of an adapter."""
 
@@ -226,6 +235,18 @@ class AdapterVersion:
     create_time: datetime | None  # UTC
     number: int = 0  # counts the versions of the name from 1; 0: the server does not number them
     signature: VersionSignature | None = None  # None: the files had none, or the server trusts no signers
+    version_labels: tuple[str, ...] = ()  # that point to it; filled by versions() only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRollout:
+    """How a version is rolled out when it is registered."""
+
+    keep_active: bool = False  # the version that is active stays active; the first version of a name is active anyway
+    canary_per_mille: int = 0  # the version becomes the canary with this share, in thousandths; implies keep_active
+    version_labels: tuple[str, ...] = ()  # labels that point to the version from then on
+    keep_versions: int | None = None  # how many of the newest versions are kept from then on; 0: all; None: as it is
+    ttl_s: float | None = None  # so long after the registration the adapter is deleted; None: as it is
 
 
 class RegistrationChange(enum.StrEnum):
@@ -237,6 +258,7 @@ class RegistrationChange(enum.StrEnum):
     VERSION_ACTIVATED = "version_activated"  # a known version that was not active, or not served, is active again
     NONE = "none"  # the version was active already
     VERSION_SIGNED = "version_signed"  # the version was active already, and has another signature
+    VERSION_STAGED = "version_staged"  # the version is there, and another one stays active
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +267,7 @@ class Registration:
 
     change: RegistrationChange
     previous_version: AdapterVersion | None  # active before; None if the name is new
+    version: AdapterVersion | None = None  # that the files are
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +290,11 @@ class Adapter:
     owner: str = ""  # tenant that it belongs to; empty: no tenant's
     visibility: AdapterVisibility = AdapterVisibility.UNSPECIFIED
     shared_with: tuple[str, ...] = ()  # tenants, if it is SHARED; filled for its owner and for admins only
+    version_labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # label to digest
+    canary: AdapterCanary | None = None
+    keep_versions: int = 0  # how many of the newest versions are kept; 0: all
+    expire_time: datetime | None = None  # when the server deletes it, UTC; None: never
+    previous_digests: tuple[str, ...] = ()  # versions that were active before, the latest first
 
 
 @dataclass(frozen=True, slots=True)

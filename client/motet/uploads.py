@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.errors import InvalidArgument, MotetError, invalid_field
-from motet.types import AdapterVisibility
+from motet.types import AdapterVisibility, VersionRollout
 from motet.v1 import adapters_pb2
-from motet.wire import visibility_message
+from motet.wire import rollout_message, visibility_message
 
 CHUNK_BYTES = 512 * 1024
 CONFIG_FILE = "adapter_config.json"
@@ -46,6 +46,7 @@ class AdapterUpload:
         visibility: AdapterVisibility | str | None = None,
         shared_with: Sequence[str] = (),
         owner: str = "",
+        rollout: VersionRollout | None = None,
         validate_only: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -65,6 +66,7 @@ class AdapterUpload:
             visibility=visibility_message(visibility),
             shared_with=shared_with,
             owner=owner,
+            rollout=rollout_message(rollout),
             validate_only=validate_only,
             request_id=uuid.uuid4().hex,
         )

@@ -44,6 +44,7 @@ _CHANGES = {
     adapters_pb2.REGISTRATION_CHANGE_VERSION_ACTIVATED: types.RegistrationChange.VERSION_ACTIVATED,
     adapters_pb2.REGISTRATION_CHANGE_NONE: types.RegistrationChange.NONE,
     adapters_pb2.REGISTRATION_CHANGE_VERSION_SIGNED: types.RegistrationChange.VERSION_SIGNED,
+    adapters_pb2.REGISTRATION_CHANGE_VERSION_STAGED: types.RegistrationChange.VERSION_STAGED,
 }
 _METHODS = {
     adapters_pb2.SIGNATURE_METHOD_KEY: types.SignatureMethod.KEY,
@@ -154,6 +155,13 @@ def adapter_from(message: adapters_pb2.Adapter) -> types.Adapter:
         owner=message.owner,
         visibility=_VISIBILITIES.get(message.visibility, types.AdapterVisibility.UNSPECIFIED),
         shared_with=tuple(message.shared_with),
+        version_labels=MappingProxyType(dict(message.version_labels)),
+        canary=(
+            types.AdapterCanary(message.canary.digest, message.canary.per_mille) if message.HasField("canary") else None
+        ),
+        keep_versions=message.keep_versions,
+        expire_time=_time(message.expire_time),
+        previous_digests=tuple(message.previous_digests),
     )
 
 
@@ -168,10 +176,27 @@ def visibility_message(visibility: types.AdapterVisibility | str | None) -> adap
     raise invalid_field("visibility", f"is {str(visibility)!r}; use one of {values}")
 
 
+def rollout_message(rollout: types.VersionRollout | None) -> adapters_pb2.VersionRollout | None:
+    """The rollout as the protocol has it. Raises InvalidArgument for what the wire cannot carry."""
+    if rollout is None:
+        return None
+    message = adapters_pb2.VersionRollout(keep_active=rollout.keep_active, version_labels=rollout.version_labels)
+    try:
+        message.canary_per_mille = rollout.canary_per_mille
+        if rollout.keep_versions is not None:
+            message.keep_versions = rollout.keep_versions
+        if rollout.ttl_s is not None:
+            message.ttl.FromMicroseconds(round(rollout.ttl_s * 1e6))
+    except (ValueError, OverflowError) as error:
+        raise invalid_field("rollout", f"holds a number that cannot be sent: {error}") from error
+    return message
+
+
 def _registration_from(message: adapters_pb2.Registration) -> types.Registration:
     return types.Registration(
         change=_CHANGES.get(message.change, types.RegistrationChange.UNSPECIFIED),
         previous_version=version_from(message.previous_version) if message.HasField("previous_version") else None,
+        version=version_from(message.version) if message.HasField("version") else None,
     )
 
 
@@ -187,6 +212,7 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         create_time=_time(message.create_time),
         number=message.number,
         signature=_signature_from(message.signature) if message.HasField("signature") else None,
+        version_labels=tuple(message.version_labels),
     )
 
 

@@ -50,6 +50,7 @@ REQUIREMENTS: Mapping[str, Requirement] = {
             "UpdateAdapter": Role.ADAPTERS_WRITE,
             "ListAdapterVersions": Role.ADAPTERS_READ,
             "ActivateAdapterVersion": Role.ADAPTERS_WRITE,
+            "RollbackAdapter": Role.ADAPTERS_WRITE,
             "PinAdapter": Role.ADAPTERS_WRITE,
             "UnpinAdapter": Role.ADAPTERS_WRITE,
             "DeleteAdapter": Role.ADAPTERS_WRITE,

@@ -27,6 +27,8 @@ from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.records import AdapterRecord, Registered
 from control_plane.registry.registry import Registry
+from control_plane.registry.versions.record_changes import NO_ROLLOUT_CHANGE, RolloutChange
+from control_plane.registry.versions.rollout import AT_ONCE, VersionRollout
 from control_plane.signatures.verdict import SignatureVerdict
 from control_plane.signatures.verifier import SignatureVerifier
 
@@ -43,6 +45,7 @@ class Registration:
     display_name: str = ""  # empty: that of the record stays
     labels: Mapping[str, str] = field(default_factory=dict)  # empty: those of the record stay
     ownership: OwnershipChange = NO_CHANGE  # a new name is the caller's, and private
+    rollout: VersionRollout = AT_ONCE
     validate_only: bool = False  # check and pack the files, and store nothing
 
 
@@ -113,7 +116,7 @@ class AdapterLifeCycle:
     async def register(
         self, registration: Registration, files: Mapping[str, Path], *, may_change: bool = False
     ) -> Registered:
-        """Check the files and make them the active version of the name. The caller writes the audit log.
+        """Check the files and make them a version of the name, rolled out so. The caller writes the audit log.
 
         The signature counts for the tenant of the current caller. `may_change`: somebody else may write to the files.
         If this is cancelled, the version may be registered all the same, and pins follow it then.
@@ -126,12 +129,13 @@ class AdapterLifeCycle:
                 display_name=registration.display_name,
                 labels=registration.labels,
                 ownership=registration.ownership,
+                rollout=registration.rollout,
                 validate_only=registration.validate_only,
                 check_files=partial(self._check_signature, current_caller().tenant, may_change),
             )
             if is_stored:
-                self._fleet.cancel_unload(registered.record.active_digest)
-                self._weights.stored_anew(registered.record.active_digest)
+                self._fleet.cancel_unload(registered.digest)
+                self._weights.stored_anew(registered.digest)
             return registered
         finally:
             if is_stored:
@@ -155,7 +159,7 @@ class AdapterLifeCycle:
         async def work() -> Registered:
             async with self._audit.change(actions.CREATE, _resource(registration.adapter_id)) as change:
                 registered = await self.register(registration, files, may_change=True)
-                change.digest = registered.record.active_digest
+                change.digest = registered.digest
                 return registered
 
         return self._operations.start(
@@ -171,27 +175,43 @@ class AdapterLifeCycle:
         display_name: str | None = None,
         labels: Mapping[str, str] | None = None,
         ownership: OwnershipChange = NO_CHANGE,
+        rollout: RolloutChange = NO_ROLLOUT_CHANGE,
         etag: str = "",
     ) -> AdapterRecord:
-        """Change the description and the ownership; None leaves a field as it is."""
+        """Change the description, the ownership and the rollout; None leaves a field as it is."""
         async with self._audit.change(actions.UPDATE, _resource(adapter_id)):
             record = await self._registry.update(
-                adapter_id, display_name=display_name, labels=labels, ownership=ownership, etag=etag
+                adapter_id, display_name=display_name, labels=labels, ownership=ownership, rollout=rollout, etag=etag
             )
             if ownership.owner is not None:
                 await _to_the_end(self._pins.follow(adapter_id))
             return record
 
-    async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
+    async def activate(
+        self, adapter_id: str, digest: str, etag: str = "", *, expected_digest: str = ""
+    ) -> AdapterRecord:
         """Make a registered version the active one, and move the pin of a pinned name to it."""
 
         async def activate() -> AdapterRecord:
-            record = await self._registry.activate(adapter_id, digest, etag)
+            record = await self._registry.activate(adapter_id, digest, etag, expected_digest=expected_digest)
             await self._pins.follow(adapter_id)
             return record
 
         async with self._audit.change(actions.ACTIVATE, _resource(adapter_id), digest=digest):
             return await _to_the_end(activate())
+
+    async def roll_back(self, adapter_id: str, etag: str = "", *, expected_digest: str = "") -> AdapterRecord:
+        """Make the version active that was active before, and move the pin of a pinned name to it."""
+
+        async def roll_back() -> AdapterRecord:
+            record = await self._registry.roll_back(adapter_id, etag, expected_digest=expected_digest)
+            await self._pins.follow(adapter_id)
+            return record
+
+        async with self._audit.change(actions.ROLL_BACK, _resource(adapter_id)) as change:
+            record = await _to_the_end(roll_back())
+            change.digest = record.active_digest
+            return record
 
     async def pin(self, adapter_id: str) -> AdapterRecord:
         """Keep the active version in the host cache. Raises PinBudgetExceeded, and changes nothing then.

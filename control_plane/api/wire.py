@@ -10,8 +10,10 @@ from motet.v1 import adapters_pb2, types_pb2
 
 from control_plane.access.visibility import Visibility, may_change
 from control_plane.adapters.life_cycle import Placements
+from control_plane.api.rollout_fields import add_rollout
 from control_plane.caller import current_caller
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered
+from control_plane.registry.versions.rollout import NO_ROLLOUT
 from control_plane.scheduler.types import FinishReason, TokenLogprobs
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 
@@ -63,7 +65,9 @@ def add_logprobs(
             add_top(token_id=token_id, logprob=logprob)
 
 
-def version_message(version: AdapterVersion, *, with_modules: bool = False) -> adapters_pb2.AdapterVersion:
+def version_message(
+    version: AdapterVersion, *, with_modules: bool = False, labels: Iterable[str] = ()
+) -> adapters_pb2.AdapterVersion:
     return adapters_pb2.AdapterVersion(
         digest=version.digest,
         kind=version.kind,
@@ -74,6 +78,7 @@ def version_message(version: AdapterVersion, *, with_modules: bool = False) -> a
         create_time=timestamp(version.create_time_s),
         number=version.number,
         signature=None if version.signature is None else _signature_message(version.signature),
+        version_labels=labels,
     )
 
 
@@ -93,7 +98,7 @@ def adapter_message(
     """The adapter for the caller: only those who may change it see with whom it is shared."""
     active, ownership, caller = record.active_version, record.ownership, current_caller()
     is_own = may_change(caller.principal, caller.tenant, ownership, record.adapter_id)
-    return adapters_pb2.Adapter(
+    message = adapters_pb2.Adapter(
         name=f"adapters/{record.adapter_id}",
         uid=record.uid,
         display_name=record.display_name,
@@ -110,6 +115,9 @@ def adapter_message(
         visibility=_VISIBILITIES[ownership.visibility],
         shared_with=ownership.shared_with if is_own else (),
     )
+    if record.rollout is not NO_ROLLOUT:
+        add_rollout(message, record.rollout)
+    return message
 
 
 def _placement_messages(placements: Placements) -> Iterator[adapters_pb2.AdapterPlacement]:
@@ -125,6 +133,9 @@ def registered_message(registered: Registered) -> adapters_pb2.Adapter:
     """The adapter with its modules, and what registering it changed."""
     message = adapter_message(registered.record, with_modules=True)
     message.registration.change = _change(registered)
+    version = registered.record.version(registered.digest)
+    if version is not None:
+        message.registration.version.CopyFrom(version_message(version))
     previous = None if registered.previous is None else registered.previous.active_version
     if previous is not None:
         message.registration.previous_version.CopyFrom(version_message(previous))
@@ -135,6 +146,8 @@ def _change(registered: Registered) -> adapters_pb2.RegistrationChange:
     record, previous = registered.record, registered.previous
     if previous is None or not previous.versions:  # a record that could not be read is written again
         return adapters_pb2.REGISTRATION_CHANGE_CREATED
+    if registered.digest != record.active_digest:
+        return adapters_pb2.REGISTRATION_CHANGE_VERSION_STAGED
     is_active_already = record.active_digest == previous.active_digest and previous.state is AdapterState.ACTIVE
     if is_active_already and not registered.is_repaired:
         before, now = previous.active_version, record.active_version

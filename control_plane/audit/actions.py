@@ -8,6 +8,7 @@ UPLOAD = "adapter.upload"
 CREATE = "adapter.create"
 UPDATE = "adapter.update"
 ACTIVATE = "adapter.activate"
+ROLL_BACK = "adapter.roll_back"
 PIN = "adapter.pin"
 UNPIN = "adapter.unpin"
 DELETE = "adapter.delete"
@@ -28,6 +29,7 @@ CHANGES: Mapping[str, str] = {
     "/motet.v1.AdapterService/CreateAdapter": CREATE,
     "/motet.v1.AdapterService/UpdateAdapter": UPDATE,
     "/motet.v1.AdapterService/ActivateAdapterVersion": ACTIVATE,
+    "/motet.v1.AdapterService/RollbackAdapter": ROLL_BACK,
     "/motet.v1.AdapterService/PinAdapter": PIN,
     "/motet.v1.AdapterService/UnpinAdapter": UNPIN,
     "/motet.v1.AdapterService/DeleteAdapter": DELETE,

@@ -6,8 +6,9 @@ that caller, a name that nobody has.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from contract.ids import is_adapter_id
@@ -25,6 +26,8 @@ from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.permissions import is_visible, require_change
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, ResolvedAdapter
+from control_plane.registry.versions.record_changes import version_of
+from control_plane.registry.versions.version_names import VersionName
 from control_plane.registry.visible_names import VisibleNames
 from control_plane.scheduler.types import AdapterRef
 
@@ -51,9 +54,11 @@ class Catalog:
         records: Sequence[AdapterRecord] = (),
         *,
         reports: WorkerReports,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """`records` as the store has them. Whether each can be served depends on what workers report, too."""
         self.base_model = base_model
+        self._clock = clock  # wall clock, seconds
         self._reports = reports
         self._module_error_by_digest: dict[str, str] = {}  # by the reports of `_reports_seen`
         self._reports_seen = reports.changes
@@ -67,17 +72,30 @@ class Catalog:
 
     # ---- reading ----
 
-    def resolve(self, adapter_id: str, digest: str, caller: Caller) -> ResolvedAdapter:
-        """The version a new request gets: the active one, or the one with `digest`."""
+    def resolve(self, name: VersionName, digest: str, key: str, caller: Caller) -> ResolvedAdapter:
+        """The version that a new request gets: the one that the name or `digest` says, else that of `key`.
+
+        A key decides between the active version and the canary. A canary that cannot be served gets no requests.
+        """
+        adapter_id = name.adapter_id
         record = self.get(adapter_id, caller)
         if record.state is AdapterState.DELETING:
             raise AdapterNotFound(f"adapter {adapter_id!r} is being deleted", resource=f"adapters/{adapter_id}")
+        rollout = record.rollout
+        if rollout.expire_time_s is not None and self._clock() >= rollout.expire_time_s:
+            raise AdapterNotFound(f"adapter {adapter_id!r} has expired", resource=f"adapters/{adapter_id}")
         if digest:
             require(check_digest, digest, "adapter.digest")
-        if record.state is AdapterState.FAILED and not (digest and record.versions):
+        is_exact = bool(digest or name.selector)
+        if record.state is AdapterState.FAILED and not (is_exact and record.versions):
             self.refuse_failed(record)
-        version = self.version(record, digest or record.active_digest)
-        if digest and (error := self.servability_error(version)):
+        version = selected_version(record, name.selector) if name.selector else None
+        if version is None and not is_exact and rollout.canary is not None and rollout.canary.has(adapter_id, key):
+            canary = record.version(rollout.canary.digest)
+            version = None if canary is None or self.servability_error(canary) else canary
+        if version is None:
+            version = version_of(record, digest or record.active_digest)
+        if is_exact and (error := self.servability_error(version)):
             raise error
         return ResolvedAdapter(adapter_id, version, AdapterRef(version.digest, version.arena_bytes))
 
@@ -112,37 +130,12 @@ class Catalog:
             raise EtagMismatch(f"adapter {adapter_id!r} changed since it was read; read it again and retry")
         return record
 
-    def version(self, record: AdapterRecord, digest: str) -> AdapterVersion:
-        """A version of a record. Raises AdapterNotFound."""
-        version = record.version(digest)
-        if version is None:
-            raise AdapterNotFound(
-                f"adapter {record.adapter_id!r} has no version {digest}; ListAdapterVersions (`motet adapters versions "
-                f"{record.adapter_id}`) shows all versions",
-                resource=f"adapters/{record.adapter_id}",
-            )
-        return version
-
     def list_part(self, caller: Caller, after: str, count: int) -> tuple[list[AdapterRecord], str]:
         """Up to `count` records after a name, of those that the caller sees, and where to go on: see VisibleNames."""
         if after and not is_adapter_id(after):
             raise bad_page_token()
         names, go_on_after = self._names.part(caller, after, count)
         return [self.with_state(self._records[name]) for name in names], go_on_after
-
-    def versions_page(
-        self, adapter_id: str, page_size: int, page_token: str, caller: Caller
-    ) -> tuple[list[AdapterVersion], str]:
-        """One page of a name's versions, newest first, and the token of the next page ("": none)."""
-        versions = self.get(adapter_id, caller).versions
-        start = 0
-        if page_token:
-            digests = [version.digest for version in versions]
-            if page_token not in digests:
-                raise bad_page_token()
-            start = digests.index(page_token) + 1
-        page = list(versions[start : start + page_size_of(page_size, page_token)])
-        return page, page[-1].digest if start + len(page) < len(versions) else ""
 
     def is_named(self, digest: str) -> bool:
         """Whether a name that is not being deleted has a version of this digest."""
@@ -226,3 +219,35 @@ class Catalog:
         message = f"adapter {record.adapter_id!r} is {record.state.value}: {record.state_reason}"
         error = self.servability_error(record.active_version) if record.active_version else None
         raise (AdapterNotActive if error is None else type(error))(message)
+
+
+def selected_version(record: AdapterRecord, selector: str) -> AdapterVersion:
+    """The version of this number or label. Raises AdapterNotFound."""
+    if selector.isdecimal():
+        number = int(selector)
+        version = next((version for version in record.versions if version.number == number), None)
+        what = f"number {selector}"
+    else:
+        digest = record.rollout.version_labels.get(selector)
+        version = None if digest is None else record.version(digest)
+        what = f"label {selector!r}"
+    if version is None:
+        raise AdapterNotFound(
+            f"adapter {record.adapter_id!r} has no version of {what}; ListAdapterVersions (`motet adapters versions "
+            f"{record.adapter_id}`) shows numbers and labels",
+            resource=f"adapters/{record.adapter_id}",
+        )
+    return version
+
+
+def versions_page(record: AdapterRecord, page_size: int = 0, page_token: str = "") -> tuple[list[AdapterVersion], str]:
+    """One page of a name's versions, newest first, and the token of the next page ("": none)."""
+    versions = record.versions
+    start = 0
+    if page_token:
+        digests = [version.digest for version in versions]
+        if page_token not in digests:
+            raise bad_page_token()
+        start = digests.index(page_token) + 1
+    page = list(versions[start : start + page_size_of(page_size, page_token)])
+    return page, page[-1].digest if start + len(page) < len(versions) else ""

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from control_plane.access.visibility import Ownership
+from control_plane.checks import refuse
 from control_plane.errors import Exhausted
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered
+from control_plane.registry.versions.record_changes import activated
+from control_plane.registry.versions.rollout import AT_ONCE, NO_ROLLOUT, VersionRollout
 
 MAX_VERSIONS = 1000
 
@@ -22,6 +25,7 @@ class Description:
     adapter_id: str
     display_name: str  # empty: that of the record stays
     labels: Mapping[str, str]  # empty: those of the record stay
+    rollout: VersionRollout = AT_ONCE
 
 
 def registered(
@@ -32,7 +36,11 @@ def registered(
     base_model: BaseModel,
     now_s: float,
 ) -> Registered:
-    """The record with this version active and this ownership, and as it is. The same object if nothing changes."""
+    """The record with this version, rolled out as described, and as it is. The same object if nothing changes."""
+    if described.rollout.canary_per_mille and (
+        record is None or not record.versions or record.active_digest == packed.digest
+    ):
+        raise refuse("rollout.canary_per_mille", "is set, and the version is the active one, so it gets all requests")
     if record is None or not record.versions:
         first = AdapterRecord(
             adapter_id=described.adapter_id,
@@ -48,34 +56,41 @@ def registered(
             update_time_s=now_s,
             last_number=1,
             ownership=ownership,
+            rollout=described.rollout.applied_to(NO_ROLLOUT, packed.digest, now_s),
         )
-        return Registered(first, record)
-    is_known = record.version(packed.digest) is not None
-    is_active = is_known and record.active_digest == packed.digest and record.state is AdapterState.ACTIVE
-    if is_active and ownership == record.ownership:
-        return Registered(record, record)
-    changed = replace(record, ownership=ownership, update_time_s=now_s, revision=record.revision + 1)
-    if is_active:
-        return Registered(changed, record)
-    changed = replace(
-        changed,
-        display_name=described.display_name or record.display_name,
-        labels=dict(described.labels) or record.labels,
-        state=AdapterState.ACTIVE,
-        state_reason="",
-        active_digest=packed.digest,
-    )
-    if is_known:
-        return Registered(changed, record)
+        return Registered(packed.digest, first, record)
+    changed = _with_version(record, packed, base_model, now_s)
+    is_same = record.active_digest == packed.digest
+    if not (is_same and record.state is AdapterState.ACTIVE):
+        changed = replace(
+            changed,
+            display_name=described.display_name or record.display_name,
+            labels=dict(described.labels) or record.labels,
+        )
+        if is_same or not described.rollout.is_staged:
+            changed = replace(activated(changed, packed.digest), state=AdapterState.ACTIVE, state_reason="")
+    rollout = described.rollout.applied_to(changed.rollout, packed.digest, now_s)
+    changed = replace(changed, ownership=ownership, rollout=rollout)
+    if changed == record:
+        return Registered(packed.digest, record, record)
+    changed = replace(changed, update_time_s=now_s, revision=record.revision + 1)
+    return Registered(packed.digest, changed, record)
+
+
+def _with_version(record: AdapterRecord, packed: PackedInfo, base_model: BaseModel, now_s: float) -> AdapterRecord:
+    """The record with the version among its versions. Raises Exhausted."""
+    if record.version(packed.digest) is not None:
+        return record
     if len(record.versions) >= MAX_VERSIONS:
         raise Exhausted(
             f"adapter {record.adapter_id!r} has {MAX_VERSIONS} versions, the limit; delete versions that are not in "
-            "use (DeleteAdapterVersion, `motet adapters remove NAME --version DIGEST`), or use another id",
+            "use (DeleteAdapterVersion, `motet adapters remove NAME --version DIGEST`), keep only the newest ones "
+            "(`motet adapters update NAME --keep-versions COUNT`), or use another id",
             retry_after_s=60.0,
         )
     number = record.last_number + 1
     version = _version(packed, base_model, number, now_s)
-    return Registered(replace(changed, versions=(version, *record.versions), last_number=number), record)
+    return replace(record, versions=(version, *record.versions), last_number=number)
 
 
 def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: float) -> AdapterVersion:

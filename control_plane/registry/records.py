@@ -15,12 +15,15 @@ from typing import Any
 
 from control_plane.access.tenant_names import is_tenant
 from control_plane.access.visibility import NOBODYS, Ownership, Visibility
+from control_plane.registry.versions.rollout import NO_ROLLOUT, Rollout, decode_rollout, encode_rollout
 from control_plane.scheduler.types import AdapterRef
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 
 _VERSION_FORMAT = 2
-# 1: with the versions in it; 2: versions in documents of their own; 3: with the ownership
+# 1: with the versions in it; 2: versions in documents of their own; 3: with the ownership; 4: with a rollout, which
+# records without one do not need
 _RECORD_FORMAT = 3
+_ROLLOUT_FORMAT = 4
 
 
 class AdapterState(enum.Enum):
@@ -66,6 +69,7 @@ class AdapterRecord:
     revision: int = field(default=1)  # counts up with every change
     last_number: int = 0  # of the version that was registered last, deleted ones included
     ownership: Ownership = NOBODYS
+    rollout: Rollout = NO_ROLLOUT
 
     @property
     def etag(self) -> str:
@@ -86,7 +90,8 @@ class AdapterRecord:
 class Registered:
     """What registering a version gave."""
 
-    record: AdapterRecord  # as it is with the version active; not stored where the version was only checked
+    digest: str  # of the version
+    record: AdapterRecord  # as it is with the version; not stored where the version was only checked
     previous: AdapterRecord | None  # as it was before: the same object if nothing changed, None if the name is new
     is_repaired: bool = False  # its weights were damaged in the store, or gone, and are whole again
 
@@ -110,7 +115,7 @@ class StoredRecord:
 
 
 # Fields of a record that its document does not have: found out, in documents of their own, or as several members.
-_NOT_STORED = {"state", "state_reason", "versions", "ownership"}
+_NOT_STORED = {"state", "state_reason", "versions", "ownership", "rollout"}
 _JSON_TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "int": int,
@@ -128,7 +133,10 @@ def encode_record(record: AdapterRecord) -> bytes:
     document["owner"] = record.ownership.owner
     document["visibility"] = record.ownership.visibility.value
     document["shared_with"] = record.ownership.shared_with
-    document["format"] = _RECORD_FORMAT
+    rollout = encode_rollout(record.rollout)
+    if rollout:
+        document["rollout"] = rollout
+    document["format"] = _ROLLOUT_FORMAT if rollout else _RECORD_FORMAT
     return json.dumps(document, sort_keys=True).encode()
 
 
@@ -148,14 +156,20 @@ def decode_record(raw: bytes) -> StoredRecord:
     match document.pop("format", None):
         case 1:
             return _decode_with_versions(document)
-        case 2 | 3 as number:
-            ownership = _ownership(document) if number == _RECORD_FORMAT else NOBODYS
+        case 2 | 3 | 4 as number:
+            ownership = _ownership(document) if number >= _RECORD_FORMAT else NOBODYS
+            rollout = decode_rollout(document.pop("rollout", None)) if number == _ROLLOUT_FORMAT else NO_ROLLOUT
             digests = document.pop("version_digests", None)
             if not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
                 raise ValueError("version_digests is missing or is not a list")
             values = _checked(AdapterRecord, document, skip=_NOT_STORED)
             record = AdapterRecord(
-                **values, state=AdapterState.ACTIVE, state_reason="", versions=(), ownership=ownership
+                **values,
+                state=AdapterState.ACTIVE,
+                state_reason="",
+                versions=(),
+                ownership=ownership,
+                rollout=rollout,
             )
             return StoredRecord(record, tuple(digests), is_old=False)
         case other:

@@ -22,7 +22,7 @@ from control_plane.access.name_prefixes import NO_PREFIXES, NamePrefixes
 from control_plane.access.visibility import Ownership, owner_of_new
 from control_plane.caller import current_caller
 from control_plane.checks import Violations, check_adapter_id, check_digest, check_display_name, check_labels, require
-from control_plane.errors import AdapterNotActive, AdapterVersionActive, MotetError
+from control_plane.errors import AdapterNotActive, MotetError
 from control_plane.registry.blob_writer import BlobWriter
 from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.changes import Abandoned, Changes
@@ -45,6 +45,21 @@ from control_plane.registry.records import (
 from control_plane.registry.recovery import recover
 from control_plane.registry.signed_version import with_signature
 from control_plane.registry.store.artifact_store import MAX_LOCK_WAIT_S, ArtifactStore
+from control_plane.registry.versions.record_changes import (
+    NO_ROLLOUT_CHANGE,
+    Change,
+    RolloutChange,
+    activated,
+    deleting,
+    described,
+    require_active,
+    require_deletable,
+    rolled_back,
+    version_of,
+    without_version,
+)
+from control_plane.registry.versions.rollout import AT_ONCE, VersionRollout
+from control_plane.registry.versions.version_names import VersionName
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
@@ -99,7 +114,7 @@ class Registry:
             with contextlib.suppress(MotetError):
                 await calls.read(store.close)
             raise
-        catalog = Catalog(base_model, recovered.blobs, recovered.records, reports=reports)
+        catalog = Catalog(base_model, recovered.blobs, recovered.records, reports=reports, clock=clock)
         packer = Packer(base_model, reports, max_adapter_bytes=max_adapter_bytes, scratch_dir=scratch_dir)
         logger.info("registry open incarnation=%d num_adapters=%d", incarnation, len(recovered.records))
         return cls(store, calls, catalog, packer, incarnation=incarnation, clock=clock, prefixes=prefixes)
@@ -120,9 +135,12 @@ class Registry:
 
     # ---- reading ----
 
-    def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
-        """The version a new request gets: the active one, or the one with `digest`."""
-        return self._catalog.resolve(adapter_id, digest, current_caller())
+    def resolve(self, adapter_id: str, digest: str = "", *, selector: str = "", key: str = "") -> ResolvedAdapter:
+        """The version that a new request gets: that of `digest` or `selector` (a number or a label), if one is given.
+
+        Else the active one, or the canary for its share of all keys. `version_names.py` parses what clients name.
+        """
+        return self._catalog.resolve(VersionName(adapter_id, selector), digest, key, current_caller())
 
     def get(self, adapter_id: str) -> AdapterRecord:
         """The record of a name. Raises AdapterNotFound, which suggests the nearest names that the caller sees."""
@@ -144,12 +162,6 @@ class Registry:
         """
         return self._catalog.list_part(current_caller(), after, count)
 
-    def versions_page(
-        self, adapter_id: str, page_size: int = 0, page_token: str = ""
-    ) -> tuple[list[AdapterVersion], str]:
-        """One page of a name's versions, newest first, and the token of the next page ("": none)."""
-        return self._catalog.versions_page(adapter_id, page_size, page_token, current_caller())
-
     def is_named(self, digest: str) -> bool:
         """Whether a name that is not being deleted has a version of this digest."""
         return self._catalog.is_named(digest)
@@ -169,10 +181,11 @@ class Registry:
         display_name: str = "",
         labels: Mapping[str, str] | None = None,
         ownership: OwnershipChange = NO_CHANGE,
+        rollout: VersionRollout = AT_ONCE,
         validate_only: bool = False,
         check_files: CheckFiles = take_as_they_are,
     ) -> Registered:
-        """Check and pack the files and make them the active version of the name, which gets this ownership.
+        """Check and pack the files and make them a version of the name, rolled out so, which gets this ownership.
 
         The same bytes again change nothing, but that they are active again, and whose signature they have. Cancelled
         before the change begins, nothing is registered; cancelled later, the change is made to its end before this
@@ -184,10 +197,10 @@ class Registry:
         check_labels(labels or {}, "labels", violations)
         violations.raise_if_any()
         self.check_registrable(adapter_id, ownership)
-        described = Description(adapter_id, display_name, dict(labels or {}))
+        description = Description(adapter_id, display_name, dict(labels or {}), rollout)
         is_abandoned = threading.Event()
         change = self._register(
-            described, ownership, dict(files), is_abandoned, validate_only=validate_only, check_files=check_files
+            description, ownership, dict(files), is_abandoned, validate_only=validate_only, check_files=check_files
         )
         return await self._changes.finish(change, on_cancelled=is_abandoned.set)
 
@@ -202,34 +215,41 @@ class Registry:
         display_name: str | None = None,
         labels: Mapping[str, str] | None = None,
         ownership: OwnershipChange = NO_CHANGE,
+        rollout: RolloutChange = NO_ROLLOUT_CHANGE,
         etag: str = "",
     ) -> AdapterRecord:
-        """Change the description and the ownership; None leaves a field as it is."""
+        """Change the description, the ownership and the rollout; None leaves a field as it is."""
         if display_name is not None:
             require(check_display_name, display_name, "display_name")
         if labels is not None:
             require(check_labels, labels, "labels")
         require_owner(ownership.owner, current_caller(), "adapter.owner")
-
-        def change(record: AdapterRecord) -> AdapterRecord:
-            return replace(
-                record,
-                ownership=ownership.applied_to(record.ownership),
-                display_name=record.display_name if display_name is None else display_name,
-                labels=record.labels if labels is None else dict(labels),
-            )
-
+        change = described(display_name, labels, ownership, rollout)
         return await self._changes.finish(self._change(adapter_id, etag, change))
 
-    async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
-        """Make a registered version the active one."""
+    async def activate(
+        self, adapter_id: str, digest: str, etag: str = "", *, expected_digest: str = ""
+    ) -> AdapterRecord:
+        """Make a registered version the active one; with `expected_digest`, only in place of that one."""
         require(check_digest, digest, "digest")
 
         def change(record: AdapterRecord) -> AdapterRecord:
-            version = self._catalog.version(record, digest)
-            if error := self._catalog.servability_error(version):
+            require_active(record, expected_digest)
+            if error := self._catalog.servability_error(version_of(record, digest)):
                 raise error
-            return replace(record, active_digest=digest)
+            return activated(record, digest)
+
+        return await self._changes.finish(self._change(adapter_id, etag, change))
+
+    async def roll_back(self, adapter_id: str, etag: str = "", *, expected_digest: str = "") -> AdapterRecord:
+        """Make the version active that was active before; with `expected_digest`, only in place of that one."""
+
+        def change(record: AdapterRecord) -> AdapterRecord:
+            require_active(record, expected_digest)
+            changed = rolled_back(record)
+            if error := self._catalog.servability_error(version_of(record, changed.active_digest)):
+                raise error
+            return changed
 
         return await self._changes.finish(self._change(adapter_id, etag, change))
 
@@ -262,7 +282,7 @@ class Registry:
 
     async def _register(
         self,
-        described: Description,
+        description: Description,
         ownership: OwnershipChange,
         files: dict[str, Path],
         is_abandoned: threading.Event,
@@ -272,12 +292,12 @@ class Registry:
     ) -> Registered:
         async with self._packer.packed(files, is_abandoned, check_files) as packed:
             if validate_only:
-                return self._registered(described, ownership, packed)
+                return self._registered(description, ownership, packed)
             locks = self._changes.locks
-            async with locks.hold(f"name {described.adapter_id}"), locks.hold(f"blob {packed.digest}"):
+            async with locks.hold(f"name {description.adapter_id}"), locks.hold(f"blob {packed.digest}"):
                 if is_abandoned.is_set():
                     raise Abandoned
-                result = self._registered(described, ownership, packed)
+                result = self._registered(description, ownership, packed)
                 is_repaired = await self._store_version(result.record, packed)
             return replace(result, is_repaired=is_repaired)
 
@@ -296,10 +316,10 @@ class Registry:
         require_same_owner(record, change.owner)
         return record, change.applied_to(record.ownership)
 
-    def _registered(self, described: Description, change: OwnershipChange, packed: PackedInfo) -> Registered:
-        record, ownership = self._registrable(described.adapter_id, change)
+    def _registered(self, description: Description, change: OwnershipChange, packed: PackedInfo) -> Registered:
+        record, ownership = self._registrable(description.adapter_id, change)
         now_s = self._clock()
-        unsigned = registered(record, described, ownership, packed, self._catalog.base_model, now_s)
+        unsigned = registered(record, description, ownership, packed, self._catalog.base_model, now_s)
         return with_signature(unsigned, packed.digest, packed.signature, now_s)
 
     async def _store_version(self, record: AdapterRecord, packed: PackedInfo) -> bool:
@@ -336,19 +356,20 @@ class Registry:
     def _write_version(self, adapter_id: str, version: AdapterVersion) -> None:
         self._store.write_version(adapter_id, version.digest, encode_version(version))
 
-    async def _change(
-        self, adapter_id: str, etag: str, change: Callable[[AdapterRecord], AdapterRecord]
-    ) -> AdapterRecord:
+    async def _change(self, adapter_id: str, etag: str, change: Change) -> AdapterRecord:
         require(check_adapter_id, adapter_id, "adapter_id")
         async with self._changes.locks.hold(f"name {adapter_id}"):
             record = self._changeable(adapter_id, etag)
             changed = change(record)
             if changed == record:
                 return record
-            changed = replace(changed, update_time_s=self._clock(), revision=record.revision + 1)
-            changed = self._catalog.with_state(changed)
+            changed = self._catalog.with_state(self._revised(changed))
             await self._write_record(changed)
             return changed
+
+    def _revised(self, record: AdapterRecord) -> AdapterRecord:
+        """The record with the time and the number of a change that was made of it."""
+        return replace(record, update_time_s=self._clock(), revision=record.revision + 1)
 
     def _changeable(self, adapter_id: str, etag: str) -> AdapterRecord:
         """The present record, if it can be changed and is the one that the caller read."""
@@ -362,15 +383,7 @@ class Registry:
             record = self._catalog.current(adapter_id, etag, current_caller())
             if record.state is not AdapterState.DELETING:
                 await self._calls.change(self._store.mark_deleting, adapter_id)
-                deleting = replace(
-                    record,
-                    state=AdapterState.DELETING,
-                    state_reason="it is being deleted",
-                    is_pinned=False,
-                    update_time_s=self._clock(),
-                    revision=record.revision + 1,
-                )
-                self._catalog.put(deleting)
+                self._catalog.put(self._revised(deleting(record)))
                 logger.info("adapter being deleted adapter_id=%s", adapter_id)
             return sorted(version.digest for version in record.versions)
 
@@ -389,19 +402,9 @@ class Registry:
         require(check_adapter_id, adapter_id, "adapter_id")
         async with self._changes.locks.hold(f"name {adapter_id}"):
             record = self._changeable(adapter_id, etag)
-            self._catalog.version(record, digest)
-            if digest == record.active_digest:
-                raise AdapterVersionActive(
-                    f"version {digest} is the active one of adapter {adapter_id!r}; activate another version before "
-                    "you delete it, or delete the adapter"
-                )
+            require_deletable(record, digest)
             await self._calls.change(self._store.delete_version, adapter_id, digest)
-            remaining = replace(
-                record,
-                versions=tuple(version for version in record.versions if version.digest != digest),
-                update_time_s=self._clock(),
-                revision=record.revision + 1,
-            )
+            remaining = self._revised(without_version(record, digest))
             self._catalog.put(remaining)
             logger.info("adapter version deleted adapter_id=%s digest=%s", adapter_id, digest)
             try:

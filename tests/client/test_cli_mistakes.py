@@ -118,7 +118,7 @@ def test_digest_may_be_given_by_its_first_digits(server: ScriptedServer, capsys:
     assert server.requests[-1].adapter_digest == third
     capsys.readouterr()
     assert motet(server, "adapters", "activate", "pirate", "ab12cd34") == exits.REFUSED
-    assert "DIGEST: ab12cd34 begins the digests of 2 versions of 'pirate'" in capsys.readouterr().err
+    assert "VERSION: ab12cd34 begins the digests of 2 versions of 'pirate'" in capsys.readouterr().err
     assert motet(server, "adapters", "activate", "pirate", "ffffffff") == exits.NOT_FOUND
     assert "`motet adapters versions pirate` shows them" in capsys.readouterr().err
     for wrong in ("ab12cd3", "AB12CD35", "ab12cd3g"):

@@ -34,9 +34,10 @@ FREE = {
         f"motet.v1.Adapter.{name}"
         for name in (
             *("uid", "state", "state_reason", "active_version", "pinned", "placements", "create_time", "update_time"),
-            "registration",
+            *("registration", "previous_digests"),
         )
     ),
+    "motet.v1.VersionRollout.keep_active",
     "motet.worker.v1.Hello.parallel",
     "motet.worker.v1.StepResult.step_time_us",
     "motet.worker.v1.StepResult.num_moved_blocks",

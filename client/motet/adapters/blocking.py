@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motet import calls
-from motet.types import Adapter, AdapterVersion, AdapterVisibility
+from motet.adapters import rollouts
+from motet.types import Adapter, AdapterCanary, AdapterVersion, AdapterVisibility, VersionRollout
 from motet.uploads import AdapterUpload, Progress
 
 if TYPE_CHECKING:
@@ -30,11 +33,14 @@ class Adapters:
         visibility: AdapterVisibility | str | None = None,
         shared_with: Sequence[str] = (),
         owner: str = "",
+        rollout: VersionRollout | None = None,
         validate_only: bool = False,
         progress: Progress | None = None,
         timeout_s: float = 600.0,
     ) -> Adapter:
         """Upload a PEFT adapter directory. A known name gets a new version, which becomes the active one.
+
+        `rollout` has other ways: the version is only stored, or becomes the canary, or gets labels.
 
         `progress(bytes sent, bytes in all)` is called from another thread, and starts again with every attempt. With
         `validate_only` nothing is stored.
@@ -50,6 +56,7 @@ class Adapters:
             visibility=visibility,
             shared_with=shared_with,
             owner=owner,
+            rollout=rollout,
             validate_only=validate_only,
             progress=progress,
         )
@@ -65,12 +72,13 @@ class Adapters:
         visibility: AdapterVisibility | str | None = None,
         shared_with: Sequence[str] = (),
         owner: str = "",
+        rollout: VersionRollout | None = None,
         validate_only: bool = False,
         timeout_s: float = 600.0,
     ) -> Adapter:
         """Register "{root}/{path}" below one of the directories that the server's operator lists."""
         call = calls.create_adapter(
-            name, source, display_name, labels, visibility, shared_with, owner, validate_only=validate_only
+            name, source, display_name, labels, visibility, shared_with, owner, rollout, validate_only=validate_only
         )
         operation = self._client.wait_operation(self._client.send(call), timeout_s)
         return calls.adapter_of_operation(operation)
@@ -107,9 +115,30 @@ class Adapters:
         """Remove the pin."""
         return self._client.send(calls.unpin_adapter(name))
 
-    def activate(self, name: str, digest: str, *, etag: str = "") -> Adapter:
-        """Make a registered version the one that new requests get: rollback or roll-forward."""
-        return self._client.send(calls.activate_version(name, digest, etag))
+    def activate(self, name: str, digest: str, *, etag: str = "", expected_digest: str = "") -> Adapter:
+        """Make a registered version the one that new requests get. Where it is the canary, that ends.
+
+        With `expected_digest`, only if that version is active at present; Aborted otherwise.
+        """
+        return self._client.send(calls.activate_version(name, digest, etag, expected_digest))
+
+    def roll_back(self, name: str, *, etag: str = "", expected_digest: str = "") -> Adapter:
+        """Make the version active that was active before: the first of `previous_digests`.
+
+        With `expected_digest`, only if that version is active at present; Aborted otherwise.
+        """
+        return self._client.send(rollouts.roll_back(name, etag, expected_digest))
+
+    def set_canary(self, name: str, canary: AdapterCanary | None, *, etag: str = "") -> Adapter:
+        """Give a version a share of the new requests that name no version; None ends that."""
+        return self._client.send(rollouts.set_canary(name, canary, etag))
+
+    def set_label(self, name: str, label: str, digest: str | None) -> Adapter:
+        """Let a label point to a version, so that requests may name "NAME@LABEL"; None removes the label.
+
+        Aborted if somebody else changed the adapter in the same moment.
+        """
+        return self._client.send(rollouts.set_label(self.get(name), label, digest))
 
     def update(
         self,
@@ -120,13 +149,30 @@ class Adapters:
         visibility: AdapterVisibility | str | None = None,
         shared_with: Sequence[str] | None = None,
         owner: str | None = None,
+        version_labels: Mapping[str, str] | None = None,
+        keep_versions: int | None = None,
+        expire_time: datetime | None = None,
+        ttl_s: float | None = None,
+        never_expires: bool = False,
         etag: str = "",
     ) -> Adapter:
         """Change what is not None. `labels` replaces all labels, and `shared_with` all tenants of it.
 
-        A visibility other than "shared" empties `shared_with`. Only admins may change the `owner`.
+        A visibility other than "shared" empties `shared_with`. Only admins may change the `owner`. `version_labels`
+        (label to digest) replaces all of them, `keep_versions` of 0 keeps all versions. At `expire_time`, or after
+        `ttl_s`, the server deletes the adapter.
         """
-        return self._client.send(calls.update_adapter(name, display_name, labels, visibility, shared_with, owner, etag))
+        add_more = partial(
+            rollouts.set_rollout,
+            version_labels=version_labels,
+            keep_versions=keep_versions,
+            expire_time=expire_time,
+            ttl_s=ttl_s,
+            never_expires=never_expires,
+        )
+        return self._client.send(
+            calls.update_adapter(name, display_name, labels, visibility, shared_with, owner, etag, add_more)
+        )
 
     def delete(self, name: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0) -> None:
         """Delete an adapter. Running streams finish. With `wait`, return when every tier is cleared."""

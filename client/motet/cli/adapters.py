@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from motet.cli import exits
+from motet.cli import exits, rollouts
 from motet.cli.context import Subparsers, connect, server_option
-from motet.cli.digests import SHORT_DIGITS, full_digest
+from motet.cli.digests import SHORT_DIGITS, VERSION_HELP, full_digest
 from motet.cli.output import json_line, size, table
 from motet.errors import invalid_field
 from motet.types import Adapter, AdapterTier, AdapterVersion, AdapterVisibility, RegistrationChange
@@ -33,6 +33,7 @@ def add_parser(commands: Subparsers) -> None:
     add.add_argument("--display-name", default="", help="free text for people, at most 256 bytes (default: none)")
     add.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     _add_ownership(add)
+    rollouts.add_registration_options(add)
     add.add_argument("--check", action="store_true", help="check in full, store nothing")
     add.set_defaults(run=_add)
     update = action("update", "change its description, or who sees it")
@@ -40,7 +41,9 @@ def add_parser(commands: Subparsers) -> None:
     update.add_argument("--display-name", help="free text for people, at most 256 bytes")
     update.add_argument("--label", action="append", metavar="KEY=VALUE", help="in place of all labels; may be repeated")
     _add_ownership(update)
+    rollouts.add_update_options(update)
     update.set_defaults(run=_update)
+    rollouts.add_actions(action)
     action("list", "all adapters that the caller sees").set_defaults(run=_list)
     for name, help_text, run in (
         ("get", "one adapter in full", _get),
@@ -53,12 +56,13 @@ def add_parser(commands: Subparsers) -> None:
         parser = action(name, help_text)
         parser.add_argument("name", metavar="NAME")
         if name == "activate":
-            parser.add_argument("digest", metavar="DIGEST", help="of the version, or at least 8 digits that begin it")
+            parser.add_argument("digest", metavar="VERSION", help=VERSION_HELP)
+            parser.add_argument("--expect", metavar="VERSION", help="only if this version is active at present")
         if name == "remove":
             parser.add_argument(
                 "--version",
-                metavar="DIGEST",
-                help="this version only: its digest, or at least 8 digits that begin it",
+                metavar="VERSION",
+                help=f"this version only: {VERSION_HELP}",
             )
             parser.add_argument("--no-wait", action="store_true", help="do not wait until every tier is cleared")
         parser.set_defaults(run=run)
@@ -107,6 +111,7 @@ def _add(arguments: argparse.Namespace) -> int:
             visibility=_visibility(arguments),
             shared_with=arguments.share_with or (),
             owner=arguments.owner or "",
+            rollout=rollouts.registration_of(arguments),
             validate_only=arguments.check,
             progress=_show_progress if sys.stderr.isatty() else None,
         )
@@ -127,6 +132,9 @@ def _update(arguments: argparse.Namespace) -> int:
             visibility=_visibility(arguments),
             shared_with=arguments.share_with,
             owner=arguments.owner,
+            keep_versions=arguments.keep_versions,
+            ttl_s=arguments.ttl,
+            never_expires=arguments.no_expiry,
         )
     print(json_line(adapter) if arguments.json else f"updated {adapter.id}: {_ownership(adapter)}")
     return exits.OK
@@ -154,6 +162,10 @@ def _registration_line(adapter: Adapter, *, is_check: bool) -> str:
         case RegistrationChange.VERSION_SIGNED:
             signer = _signer(adapter.active_version) if adapter.active_version else ""
             return f"{adapter.id} is unchanged: {present} is active already, now signed by {signer}"
+        case RegistrationChange.VERSION_STAGED:
+            staged = _named(adapter.registration.version if adapter.registration else None)
+            what = "would be" if is_check else "is"
+            return f"{adapter.id}: {staged} {what} there; {present} stays active"
         case RegistrationChange.NONE:
             return f"{adapter.id} is unchanged: {present} is active already"
         case _:
@@ -214,6 +226,7 @@ def _get(arguments: argparse.Namespace) -> int:
         ("ownership", _ownership(adapter)),
         ("labels", ", ".join(f"{key}={value}" for key, value in sorted(adapter.labels.items()))),
         ("held by", ", ".join(places)),
+        *rollouts.lines_of(adapter),
         ("created", adapter.create_time or ""),
         ("updated", adapter.update_time or ""),
         ("etag", adapter.etag),
@@ -280,16 +293,21 @@ def _versions(arguments: argparse.Namespace) -> int:
             print(json_line(version))
         return exits.OK
     rows = [
-        (v.number, v.digest, v.kind, v.max_rank, v.dtype, size(v.size_bytes), v.create_time or "") for v in versions
+        (
+            *(v.number, v.digest, v.kind, v.max_rank, v.dtype, size(v.size_bytes), v.create_time or ""),
+            ", ".join(v.version_labels),
+        )
+        for v in versions
     ]
-    print(table(("NUMBER", "DIGEST", "KIND", "RANK", "DTYPE", "SIZE", "CREATED"), rows))
+    print(table(("NUMBER", "DIGEST", "KIND", "RANK", "DTYPE", "SIZE", "CREATED", "LABELS"), rows))
     return exits.OK
 
 
 def _activate(arguments: argparse.Namespace) -> int:
     with connect(arguments) as client:
-        digest = full_digest(client, arguments.name, arguments.digest, field="DIGEST")
-        adapter = client.adapters.activate(arguments.name, digest)
+        digest = full_digest(client, arguments.name, arguments.digest, field="VERSION")
+        expected = full_digest(client, arguments.name, arguments.expect, field="--expect") if arguments.expect else ""
+        adapter = client.adapters.activate(arguments.name, digest, expected_digest=expected)
     return _show(adapter, is_json=arguments.json, verb="activated")
 
 

@@ -1,4 +1,4 @@
-"""Digests as people give them: the first digits of one, as `motet adapters versions` shows it."""
+"""Versions as people give them: "@" with a number or a label, or the first digits of a digest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,26 @@ _LEAST_DIGITS = 8
 _DIGITS = re.compile(r"[0-9a-f]+")
 
 
+VERSION_HELP = "@NUMBER, @LABEL, the digest, or at least 8 digits that begin it"
+
+
 def full_digest(client: Client, adapter: str, given: str, *, field: str) -> str:
-    """The digest of the adapter's one version that begins with `given`.
+    """The digest of the adapter's one version that has the number or label after "@", or begins with `given`.
 
     A digest in full is taken as it is. Raises InvalidArgument on `field`, NotFound.
     """
     if len(given) == DIGEST_DIGITS:
         return given
     show = f"motet adapters versions {adapter}"
+    if given.startswith("@"):
+        name = given[1:]
+        for version in client.adapters.versions(adapter, page_size=1000):
+            if str(version.number) == name or name in version.version_labels:
+                return version.digest
+        raise NotFound(
+            f"{field}: adapter {adapter!r} has no version of number or label {name!r}; `{show}` shows them",
+            reason="ADAPTER_NOT_FOUND",
+        )
     if not _LEAST_DIGITS <= len(given) < DIGEST_DIGITS or not _DIGITS.fullmatch(given):
         raise invalid_field(
             field,

@@ -1,6 +1,7 @@
 import datetime
 
 from google.longrunning import operations_pb2 as _operations_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -41,6 +42,7 @@ class RegistrationChange(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REGISTRATION_CHANGE_VERSION_ACTIVATED: _ClassVar[RegistrationChange]
     REGISTRATION_CHANGE_NONE: _ClassVar[RegistrationChange]
     REGISTRATION_CHANGE_VERSION_SIGNED: _ClassVar[RegistrationChange]
+    REGISTRATION_CHANGE_VERSION_STAGED: _ClassVar[RegistrationChange]
 
 class SignatureMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -65,6 +67,7 @@ REGISTRATION_CHANGE_VERSION_ADDED: RegistrationChange
 REGISTRATION_CHANGE_VERSION_ACTIVATED: RegistrationChange
 REGISTRATION_CHANGE_NONE: RegistrationChange
 REGISTRATION_CHANGE_VERSION_SIGNED: RegistrationChange
+REGISTRATION_CHANGE_VERSION_STAGED: RegistrationChange
 SIGNATURE_METHOD_UNSPECIFIED: SignatureMethod
 SIGNATURE_METHOD_KEY: SignatureMethod
 SIGNATURE_METHOD_CERTIFICATE: SignatureMethod
@@ -84,12 +87,36 @@ class VersionSignature(_message.Message):
     def __init__(self, signer: _Optional[str] = ..., method: _Optional[_Union[SignatureMethod, str]] = ..., key_fingerprint: _Optional[str] = ..., verify_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., subject: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("change", "previous_version")
+    __slots__ = ("change", "previous_version", "version")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     change: RegistrationChange
     previous_version: AdapterVersion
-    def __init__(self, change: _Optional[_Union[RegistrationChange, str]] = ..., previous_version: _Optional[_Union[AdapterVersion, _Mapping]] = ...) -> None: ...
+    version: AdapterVersion
+    def __init__(self, change: _Optional[_Union[RegistrationChange, str]] = ..., previous_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., version: _Optional[_Union[AdapterVersion, _Mapping]] = ...) -> None: ...
+
+class AdapterCanary(_message.Message):
+    __slots__ = ("digest", "per_mille")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PER_MILLE_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    per_mille: int
+    def __init__(self, digest: _Optional[str] = ..., per_mille: _Optional[int] = ...) -> None: ...
+
+class VersionRollout(_message.Message):
+    __slots__ = ("keep_active", "canary_per_mille", "version_labels", "keep_versions", "ttl")
+    KEEP_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_PER_MILLE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_LABELS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    keep_active: bool
+    canary_per_mille: int
+    version_labels: _containers.RepeatedScalarFieldContainer[str]
+    keep_versions: int
+    ttl: _duration_pb2.Duration
+    def __init__(self, keep_active: bool = ..., canary_per_mille: _Optional[int] = ..., version_labels: _Optional[_Iterable[str]] = ..., keep_versions: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class AdapterPlacement(_message.Message):
     __slots__ = ("tier", "worker_id")
@@ -100,8 +127,15 @@ class AdapterPlacement(_message.Message):
     def __init__(self, tier: _Optional[_Union[AdapterTier, str]] = ..., worker_id: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "uid", "display_name", "labels", "state", "state_reason", "active_version", "pinned", "placements", "create_time", "update_time", "etag", "registration", "owner", "visibility", "shared_with")
+    __slots__ = ("name", "uid", "display_name", "labels", "state", "state_reason", "active_version", "pinned", "placements", "create_time", "update_time", "etag", "registration", "owner", "visibility", "shared_with", "version_labels", "canary", "keep_versions", "expire_time", "previous_digests")
     class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class VersionLabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +158,11 @@ class Adapter(_message.Message):
     OWNER_FIELD_NUMBER: _ClassVar[int]
     VISIBILITY_FIELD_NUMBER: _ClassVar[int]
     SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_LABELS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: str
     display_name: str
@@ -140,10 +179,15 @@ class Adapter(_message.Message):
     owner: str
     visibility: AdapterVisibility
     shared_with: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[AdapterState, str]] = ..., state_reason: _Optional[str] = ..., active_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., pinned: bool = ..., placements: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., owner: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ...) -> None: ...
+    version_labels: _containers.ScalarMap[str, str]
+    canary: AdapterCanary
+    keep_versions: int
+    expire_time: _timestamp_pb2.Timestamp
+    previous_digests: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[AdapterState, str]] = ..., state_reason: _Optional[str] = ..., active_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., pinned: bool = ..., placements: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., owner: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., version_labels: _Optional[_Mapping[str, str]] = ..., canary: _Optional[_Union[AdapterCanary, _Mapping]] = ..., keep_versions: _Optional[int] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., previous_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number", "signature")
+    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number", "signature", "version_labels")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MAX_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +197,7 @@ class AdapterVersion(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_LABELS_FIELD_NUMBER: _ClassVar[int]
     digest: str
     kind: str
     max_rank: int
@@ -162,10 +207,11 @@ class AdapterVersion(_message.Message):
     create_time: _timestamp_pb2.Timestamp
     number: int
     signature: VersionSignature
-    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., signature: _Optional[_Union[VersionSignature, _Mapping]] = ...) -> None: ...
+    version_labels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., signature: _Optional[_Union[VersionSignature, _Mapping]] = ..., version_labels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
-    __slots__ = ("adapter_id", "display_name", "labels", "files", "validate_only", "request_id", "visibility", "shared_with", "owner")
+    __slots__ = ("adapter_id", "display_name", "labels", "files", "validate_only", "request_id", "visibility", "shared_with", "owner", "rollout")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +228,7 @@ class UploadHeader(_message.Message):
     VISIBILITY_FIELD_NUMBER: _ClassVar[int]
     SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     adapter_id: str
     display_name: str
     labels: _containers.ScalarMap[str, str]
@@ -191,7 +238,8 @@ class UploadHeader(_message.Message):
     visibility: AdapterVisibility
     shared_with: _containers.RepeatedScalarFieldContainer[str]
     owner: str
-    def __init__(self, adapter_id: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., files: _Optional[_Iterable[_Union[UploadFile, _Mapping]]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ...) -> None: ...
+    rollout: VersionRollout
+    def __init__(self, adapter_id: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., files: _Optional[_Iterable[_Union[UploadFile, _Mapping]]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., rollout: _Optional[_Union[VersionRollout, _Mapping]] = ...) -> None: ...
 
 class UploadFile(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256")
@@ -228,7 +276,7 @@ class UploadAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class CreateAdapterRequest(_message.Message):
-    __slots__ = ("adapter_id", "source", "display_name", "labels", "validate_only", "request_id", "visibility", "shared_with", "owner")
+    __slots__ = ("adapter_id", "source", "display_name", "labels", "validate_only", "request_id", "visibility", "shared_with", "owner", "rollout")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +293,7 @@ class CreateAdapterRequest(_message.Message):
     VISIBILITY_FIELD_NUMBER: _ClassVar[int]
     SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     adapter_id: str
     source: str
     display_name: str
@@ -254,7 +303,8 @@ class CreateAdapterRequest(_message.Message):
     visibility: AdapterVisibility
     shared_with: _containers.RepeatedScalarFieldContainer[str]
     owner: str
-    def __init__(self, adapter_id: _Optional[str] = ..., source: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ...) -> None: ...
+    rollout: VersionRollout
+    def __init__(self, adapter_id: _Optional[str] = ..., source: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., rollout: _Optional[_Union[VersionRollout, _Mapping]] = ...) -> None: ...
 
 class GetAdapterRequest(_message.Message):
     __slots__ = ("name",)
@@ -285,12 +335,14 @@ class ListAdaptersResponse(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class UpdateAdapterRequest(_message.Message):
-    __slots__ = ("adapter", "update_mask")
+    __slots__ = ("adapter", "update_mask", "ttl")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
     adapter: Adapter
     update_mask: _field_mask_pb2.FieldMask
-    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
+    ttl: _duration_pb2.Duration
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class UpdateAdapterResponse(_message.Message):
     __slots__ = ("adapter",)
@@ -317,16 +369,34 @@ class ListAdapterVersionsResponse(_message.Message):
     def __init__(self, versions: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class ActivateAdapterVersionRequest(_message.Message):
-    __slots__ = ("name", "digest", "etag")
+    __slots__ = ("name", "digest", "etag", "expected_digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     etag: str
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+    expected_digest: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., etag: _Optional[str] = ..., expected_digest: _Optional[str] = ...) -> None: ...
 
 class ActivateAdapterVersionResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class RollbackAdapterRequest(_message.Message):
+    __slots__ = ("name", "etag", "expected_digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    etag: str
+    expected_digest: str
+    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ..., expected_digest: _Optional[str] = ...) -> None: ...
+
+class RollbackAdapterResponse(_message.Message):
     __slots__ = ("adapter",)
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     adapter: Adapter

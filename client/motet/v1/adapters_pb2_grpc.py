@@ -75,6 +75,11 @@ class AdapterServiceStub(object):
                 request_serializer=motet_dot_v1_dot_adapters__pb2.ActivateAdapterVersionRequest.SerializeToString,
                 response_deserializer=motet_dot_v1_dot_adapters__pb2.ActivateAdapterVersionResponse.FromString,
                 _registered_method=True)
+        self.RollbackAdapter = channel.unary_unary(
+                '/motet.v1.AdapterService/RollbackAdapter',
+                request_serializer=motet_dot_v1_dot_adapters__pb2.RollbackAdapterRequest.SerializeToString,
+                response_deserializer=motet_dot_v1_dot_adapters__pb2.RollbackAdapterResponse.FromString,
+                _registered_method=True)
         self.PinAdapter = channel.unary_unary(
                 '/motet.v1.AdapterService/PinAdapter',
                 request_serializer=motet_dot_v1_dot_adapters__pb2.PinAdapterRequest.SerializeToString,
@@ -140,7 +145,7 @@ class AdapterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateAdapter(self, request, context):
-        """Changes labels, display name and who sees the adapter.
+        """Changes labels, display name, who sees the adapter, and how its versions are rolled out and kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,6 +160,14 @@ class AdapterServiceServicer(object):
 
     def ActivateAdapterVersion(self, request, context):
         """Makes a registered version the active one: a rollback or roll-forward. Streams that run keep theirs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollbackAdapter(self, request, context):
+        """Makes the version active that was active before: the first of previous_digests. That one leaves the list, so that a
+        second rollback goes back one more. FAILED_PRECONDITION: no version was active before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,6 +241,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.ActivateAdapterVersion,
                     request_deserializer=motet_dot_v1_dot_adapters__pb2.ActivateAdapterVersionRequest.FromString,
                     response_serializer=motet_dot_v1_dot_adapters__pb2.ActivateAdapterVersionResponse.SerializeToString,
+            ),
+            'RollbackAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollbackAdapter,
+                    request_deserializer=motet_dot_v1_dot_adapters__pb2.RollbackAdapterRequest.FromString,
+                    response_serializer=motet_dot_v1_dot_adapters__pb2.RollbackAdapterResponse.SerializeToString,
             ),
             'PinAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.PinAdapter,
@@ -444,6 +462,33 @@ class AdapterService(object):
             '/motet.v1.AdapterService/ActivateAdapterVersion',
             motet_dot_v1_dot_adapters__pb2.ActivateAdapterVersionRequest.SerializeToString,
             motet_dot_v1_dot_adapters__pb2.ActivateAdapterVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollbackAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/motet.v1.AdapterService/RollbackAdapter',
+            motet_dot_v1_dot_adapters__pb2.RollbackAdapterRequest.SerializeToString,
+            motet_dot_v1_dot_adapters__pb2.RollbackAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

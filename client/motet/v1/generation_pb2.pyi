@@ -12,7 +12,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority", "preconditions")
+    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority", "preconditions", "routing_key")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class GenerateRequest(_message.Message):
     DECODING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PRECONDITIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter: str
     adapter_digest: str
@@ -39,7 +40,8 @@ class GenerateRequest(_message.Message):
     decoding: _types_pb2.DecodingParams
     priority: int
     preconditions: Preconditions
-    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ..., preconditions: _Optional[_Union[Preconditions, _Mapping]] = ...) -> None: ...
+    routing_key: str
+    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ..., preconditions: _Optional[_Union[Preconditions, _Mapping]] = ..., routing_key: _Optional[str] = ...) -> None: ...
 
 class Preconditions(_message.Message):
     __slots__ = ("model_fingerprint", "prompt_sha256")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc.aio
@@ -22,6 +23,8 @@ from control_plane.api.admin.ownership import FIELDS, change_of, change_of_field
 from control_plane.api.admin.resource_names import adapter_id_in, operation_id_in
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
+from control_plane.api.rollout_fields import FIELDS as ROLLOUT_FIELDS
+from control_plane.api.rollout_fields import checked_rollout_change, checked_version_rollout
 from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
@@ -37,11 +40,12 @@ from control_plane.checks import (
     require,
 )
 from control_plane.errors import Unavailable
+from control_plane.registry.catalog import versions_page
 from control_plane.registry.registry import Registry
 
 SERVICE_NAME = adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
 ADAPTERS_AT_ONCE = 32  # of a page, before other tasks get a turn of the event loop
-CHANGEABLE = ("labels", "display_name", *FIELDS)  # what an update mask may name
+CHANGEABLE = ("labels", "display_name", *FIELDS, *ROLLOUT_FIELDS)  # what an update mask may name
 MAX_MASK_PATHS = 16  # more than there are fields that can be changed
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,8 +64,10 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         roots: AdapterRoots,
         idempotency: IdempotencyCache,
         audit: AuditLog | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._audit = audit or AuditLog()
+        self._wall_clock = wall_clock  # seconds since 1970
         self._registry = registry
         self._life_cycle = life_cycle
         self._operations = operations
@@ -89,7 +95,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                 files = await upload.receive()
                 await _check_whole(context)
                 registered = await self._life_cycle.register(registration, files)
-                change.digest = registered.record.active_digest
+                change.digest = registered.digest
                 return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
 
             return await self._idempotency.once(
@@ -112,6 +118,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         check_labels(request.labels, "labels", violations)
         check_request_id(request.request_id, "request_id", violations)
         check_ownership(request, "", violations)
+        checked_version_rollout(request, "", violations)
         violations.raise_if_any()
         files = await self._roots.files(request.source)
 
@@ -161,15 +168,18 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         """A page of one adapter's versions."""
         adapter_id = adapter_id_in(request.name)
         size = page_size_of(request.page_size, request.page_token)
-        versions, next_token = self._registry.versions_page(adapter_id, size, request.page_token)
+        record = self._registry.get(adapter_id)
+        versions, next_token = versions_page(record, size, request.page_token)
+        labels_of = record.rollout.labels_of
         return adapters_pb2.ListAdapterVersionsResponse(
-            versions=[wire.version_message(version) for version in versions], next_page_token=next_token
+            versions=[wire.version_message(version, labels=labels_of(version.digest)) for version in versions],
+            next_page_token=next_token,
         )
 
     async def UpdateAdapter(
         self, request: adapters_pb2.UpdateAdapterRequest, _context: Context
     ) -> adapters_pb2.UpdateAdapterResponse:
-        """Change the description, or who sees the adapter."""
+        """Change the description, who sees the adapter, or its rollout."""
         self._gate.check()
         adapter = request.adapter
         adapter_id = adapter_id_in(adapter.name, "adapter.name")
@@ -186,12 +196,14 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         check_ownership(adapter, "adapter.", violations)
         if "visibility" in mask and not adapter.visibility:
             violations.add("adapter.visibility", "is unset; set it, or leave it out of update_mask")
+        rollout = checked_rollout_change(request, mask, self._wall_clock(), violations)
         violations.raise_if_any()
         record = await self._life_cycle.update(
             adapter_id,
             display_name=adapter.display_name if "display_name" in mask else None,
             labels=dict(adapter.labels) if "labels" in mask else None,
             ownership=change_of_fields(adapter, mask),
+            rollout=rollout,
             etag=adapter.etag,
         )
         return adapters_pb2.UpdateAdapterResponse(adapter=wire.adapter_message(record))
@@ -202,9 +214,26 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         """Flip the name to another version."""
         self._gate.check()
         adapter_id = adapter_id_in(request.name)
-        require(check_digest, request.digest, "digest")
-        record = await self._life_cycle.activate(adapter_id, request.digest, request.etag)
+        violations = Violations()
+        check_digest(request.digest, "digest", violations)
+        if request.expected_digest:
+            check_digest(request.expected_digest, "expected_digest", violations)
+        violations.raise_if_any()
+        record = await self._life_cycle.activate(
+            adapter_id, request.digest, request.etag, expected_digest=request.expected_digest
+        )
         return adapters_pb2.ActivateAdapterVersionResponse(adapter=wire.adapter_message(record))
+
+    async def RollbackAdapter(
+        self, request: adapters_pb2.RollbackAdapterRequest, _context: Context
+    ) -> adapters_pb2.RollbackAdapterResponse:
+        """Flip the name to the version that was active before."""
+        self._gate.check()
+        adapter_id = adapter_id_in(request.name)
+        if request.expected_digest:
+            require(check_digest, request.expected_digest, "expected_digest")
+        record = await self._life_cycle.roll_back(adapter_id, request.etag, expected_digest=request.expected_digest)
+        return adapters_pb2.RollbackAdapterResponse(adapter=wire.adapter_message(record))
 
     async def PinAdapter(
         self, request: adapters_pb2.PinAdapterRequest, _context: Context
@@ -250,6 +279,7 @@ def _registration(message: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapte
         display_name=message.display_name,
         labels=dict(message.labels),
         ownership=change_of(message),
+        rollout=checked_version_rollout(message, "", Violations()),
         validate_only=message.validate_only,
     )
 

@@ -20,6 +20,7 @@ from motet.v1 import adapters_pb2
 from contract.ids import DIGEST_FORM, is_digest
 from control_plane.api.admin.disk_space import DiskSpace, Reservation, free_bytes_of
 from control_plane.api.admin.ownership import check_ownership
+from control_plane.api.rollout_fields import checked_version_rollout
 from control_plane.api.rpc.shared_limit import SharedLimit
 from control_plane.awake import AwakeClock, AwakeTimeout
 from control_plane.checks import (
@@ -216,6 +217,7 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     check_labels(header.labels, "header.labels", violations)
     check_request_id(header.request_id, "header.request_id", violations)
     check_ownership(header, "header.", violations)
+    checked_version_rollout(header, "header.", violations)
     expected = " and ".join(FILE_NAMES)
     if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million
         violations.add("header.files", f"has {len(header.files)} files; send {expected}, each once")

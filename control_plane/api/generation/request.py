@@ -16,8 +16,10 @@ from motet.v1 import generation_pb2, types_pb2
 from control_plane.api.generation.preconditions import check_preconditions
 from control_plane.api.generation.sampling_params import Decoding, check_decoding, check_sampling
 from control_plane.api.text.length_bound import prompt_too_long
-from control_plane.checks import Violations, check_adapter_id, check_digest, check_request_id, quoted, refuse
+from control_plane.checks import Violations, check_digest, check_request_id, quoted, refuse
 from control_plane.errors import ContextTooLong, FieldViolation
+from control_plane.registry.versions.rollout import MAX_ROUTING_KEY_BYTES
+from control_plane.registry.versions.version_names import VersionName, version_name_of
 from control_plane.scheduler.types import Sampling
 
 DEFAULT_MAX_TOKENS = 128
@@ -38,7 +40,9 @@ class CheckedRequest:
 
     client_request_id: str  # may be empty
     adapter_id: str  # empty: the base model
-    adapter_digest: str  # empty: the active version
+    adapter_version: str  # number or label of one of its versions; empty: none is named so
+    adapter_digest: str  # names the version where `adapter_version` does not
+    routing_key: str  # decides between the active version and the canary; empty: chance does
     text: str | None
     token_ids: tuple[int, ...] | None
     messages: tuple[dict[str, str], ...] | None  # exactly one of text, token_ids and messages is set
@@ -56,6 +60,11 @@ class CheckedRequest:
     prompt_sha256: str  # the prompt that the request relies on; empty: any
 
     @property
+    def names_version(self) -> bool:
+        """Whether the client names one version of the adapter."""
+        return bool(self.adapter_version or self.adapter_digest)
+
+    @property
     def input_field(self) -> str:
         return "text" if self.text is not None else "chat" if self.messages is not None else "token_ids"
 
@@ -70,9 +79,12 @@ def check_request(
     _check_sizes(request, max_model_len)
     violations = Violations()
     check_request_id(request.request_id, "request_id", violations)
-    adapter_id = request.adapter.removeprefix("adapters/")
+    adapter = VersionName("")
     if request.adapter:
-        check_adapter_id(adapter_id, "adapter", violations)
+        adapter = version_name_of(request.adapter, request.adapter_digest, "adapter", violations)
+    num_key_bytes = len(request.routing_key.encode())
+    if num_key_bytes > MAX_ROUTING_KEY_BYTES:
+        violations.add("routing_key", f"has {num_key_bytes} bytes; use at most {MAX_ROUTING_KEY_BYTES}")
     if request.adapter_digest:
         check_digest(request.adapter_digest, "adapter_digest", violations)
         if not request.adapter:
@@ -102,8 +114,10 @@ def check_request(
     violations.raise_if_any()
     return CheckedRequest(
         client_request_id=request.request_id,
-        adapter_id=adapter_id,
+        adapter_id=adapter.adapter_id,
+        adapter_version=adapter.selector,
         adapter_digest=request.adapter_digest,
+        routing_key=request.routing_key or request.request_id,
         text=text,
         token_ids=token_ids,
         messages=messages,

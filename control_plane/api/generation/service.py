@@ -117,11 +117,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if checked.stop:
             self._codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
-        resolved = self._resolved(checked)
+        resolved = self._resolved(checked, key := checked.routing_key or secrets.token_hex(8))
         render_time_s = self._render_time_s(checked)
         prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len)
         if resolved is not None:
-            resolved = self._resolved_anew(resolved, is_exact=bool(checked.adapter_digest))
+            resolved = self._resolved_anew(resolved, key=None if checked.names_version else key)
         require_prompt(checked.prompt_sha256, prompt)
         max_tokens = effective_max_tokens(checked, len(prompt), max_model_len)
         check_prompt_logprobs(checked, len(prompt))
@@ -151,7 +151,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     yield response
                 return
             if resolved is not None:
-                self._resolved_anew(resolved, is_exact=True)
+                self._resolved_anew(resolved, key=None)
             job = record.job = self._fleet.submit(request)
             try:
                 async for event in job:
@@ -168,26 +168,28 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 job.cancel()
             raise MotetError(f"the stream of request {stream.request_id} ended without a finish reason")
 
-    def _resolved(self, checked: CheckedRequest) -> ResolvedAdapter | None:
+    def _resolved(self, checked: CheckedRequest, key: str) -> ResolvedAdapter | None:
         """The adapter's version; None for the base model. Raises AdapterNotFound or PermissionDenied."""
         if checked.adapter_id:
-            return self._registry.resolve(checked.adapter_id, checked.adapter_digest)
+            return self._registry.resolve(
+                checked.adapter_id, checked.adapter_digest, selector=checked.adapter_version, key=key
+            )
         if not current_caller().principal.may_use(""):
             raise PermissionDenied("adapter: this credential may not use the base model; name an adapter")
         return None
 
-    def _resolved_anew(self, resolved: ResolvedAdapter, *, is_exact: bool) -> ResolvedAdapter:
+    def _resolved_anew(self, resolved: ResolvedAdapter, *, key: str | None) -> ResolvedAdapter:
         """`resolved` again, after other tasks had a turn of the event loop, if that version still exists.
 
-        A version that was deleted meanwhile must not be loaded again: raises AdapterNotFound. If the client named no
-        version (not `is_exact`) and the adapter has another active one, that one is taken.
+        A version that was deleted meanwhile must not be loaded again: raises AdapterNotFound. With a key, the client
+        named no version, and if the adapter has another one for the key, that one is taken.
         """
         try:
             return self._registry.resolve(resolved.adapter_id, resolved.ref.digest)
         except AdapterNotFound:
-            if is_exact:
+            if key is None:
                 raise
-            return self._registry.resolve(resolved.adapter_id)
+            return self._registry.resolve(resolved.adapter_id, key=key)
 
     def _response_stream(
         self, checked: CheckedRequest, request: Request, resolved: ResolvedAdapter | None, render_time_s: float | None

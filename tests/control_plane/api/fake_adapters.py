@@ -17,6 +17,8 @@ from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.peft.packing import CheckFiles, take_as_they_are
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered, ResolvedAdapter
 from control_plane.registry.registry import Registry
+from control_plane.registry.versions.record_changes import NO_ROLLOUT_CHANGE, RolloutChange
+from control_plane.registry.versions.rollout import AT_ONCE, VersionRollout
 from control_plane.scheduler.types import AdapterRef
 
 DIGEST = "a" * 64
@@ -83,7 +85,7 @@ class FakeRegistry(Registry):
             raise AdapterNotFound(f"no adapter {adapter_id}; nearest: {near}", resource=f"adapters/{adapter_id}")
         return self.records[adapter_id]
 
-    def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
+    def resolve(self, adapter_id: str, digest: str = "", *, selector: str = "", key: str = "") -> ResolvedAdapter:
         record = self.get(adapter_id)
         version = record.version(digest or record.active_digest)
         if version is None:
@@ -104,11 +106,6 @@ class FakeRegistry(Registry):
     def check_registrable(self, adapter_id: str, ownership: OwnershipChange = NO_CHANGE) -> Ownership:
         return NOBODYS
 
-    def versions_page(
-        self, adapter_id: str, page_size: int = 0, page_token: str = ""
-    ) -> tuple[list[AdapterVersion], str]:
-        return list(self.get(adapter_id).versions[:page_size]), ""
-
     async def register(
         self,
         adapter_id: str,
@@ -117,6 +114,7 @@ class FakeRegistry(Registry):
         display_name: str = "",
         labels: Mapping[str, str] | None = None,
         ownership: OwnershipChange = NO_CHANGE,
+        rollout: VersionRollout = AT_ONCE,
         validate_only: bool = False,
         check_files: CheckFiles = take_as_they_are,
     ) -> Registered:
@@ -142,7 +140,7 @@ class FakeRegistry(Registry):
         )
         if not validate_only:
             self.records[adapter_id] = record
-        return Registered(record, before)
+        return Registered(DIGEST, record, before)
 
     def is_named(self, digest: str) -> bool:
         return any(version.digest == digest for record in self.records.values() for version in record.versions)
@@ -154,6 +152,7 @@ class FakeRegistry(Registry):
         display_name: str | None = None,
         labels: Mapping[str, str] | None = None,
         ownership: OwnershipChange = NO_CHANGE,
+        rollout: RolloutChange = NO_ROLLOUT_CHANGE,
         etag: str = "",
     ) -> AdapterRecord:
         self.calls.append(("update", adapter_id, display_name, labels, etag))
@@ -166,7 +165,9 @@ class FakeRegistry(Registry):
         self.records[adapter_id] = record
         return record
 
-    async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
+    async def activate(
+        self, adapter_id: str, digest: str, etag: str = "", *, expected_digest: str = ""
+    ) -> AdapterRecord:
         self.records[adapter_id] = replace(self.get(adapter_id), active_digest=digest)
         return self.records[adapter_id]
 

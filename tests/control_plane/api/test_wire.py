@@ -14,7 +14,7 @@ ONE, BOTH = adapter_record("a", (OLD,), OTHER_DIGEST), adapter_record("a", (NEW,
 
 def change_of(record: AdapterRecord, previous: AdapterRecord | None, *, is_repaired: bool = False) -> tuple[str, int]:
     """The change, and the number of the version that was active before (0: none)."""
-    message = registered_message(Registered(record, previous, is_repaired))
+    message = registered_message(Registered(record.active_digest, record, previous, is_repaired))
     assert list(message.active_version.target_modules) == list(OLD.target_modules)
     registration = message.registration
     assert not registration.previous_version.target_modules

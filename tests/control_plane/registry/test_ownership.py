@@ -21,6 +21,7 @@ from control_plane.errors import (
     MotetError,
     PermissionDenied,
 )
+from control_plane.registry.catalog import versions_page
 from control_plane.registry.ownership_change import OwnershipChange
 from control_plane.registry.registry import Registry, count_visible
 from tests.control_plane.registry.rig import files, open_registry, write_adapter
@@ -86,7 +87,7 @@ CALLS: dict[str, Callable[[Registry, str], object]] = {
     "resolve": lambda registry, name: registry.resolve(name),
     "resolve a digest": lambda registry, name: registry.resolve(name, "0" * 64),
     "changeable": lambda registry, name: registry.changeable(name),
-    "versions": lambda registry, name: registry.versions_page(name),
+    "versions": lambda registry, name: versions_page(registry.get(name)),
     "update": lambda registry, name: registry.update(name, display_name="x"),
     "update with an etag": lambda registry, name: registry.update(name, etag="x"),
     "activate": lambda registry, name: registry.activate(name, "0" * 64),

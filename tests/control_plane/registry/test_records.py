@@ -118,7 +118,7 @@ DAMAGED: list[tuple[str, bytes, str]] = [
     ("cut", b'{"format": 2', "delimiter"),
     ("not utf-8", b"\xff\xfe", "Expecting value"),
     ("no format", b"{}", "format None"),
-    ("a later format", b'{"format": 4}', "another version of Motet"),
+    ("a later format", b'{"format": 5}', "another version of Motet"),
     ("no digests", b'{"format": 2}', "version_digests"),
     ("no owner", changed(owner=None), "owner is missing"),
     ("an owner that is no tenant", changed(owner="A b"), "owner is missing or is not a tenant"),

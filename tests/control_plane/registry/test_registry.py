@@ -16,6 +16,7 @@ from control_plane.errors import (
     Exhausted,
     InvalidRequest,
 )
+from control_plane.registry.catalog import versions_page
 from control_plane.registry.name_index import NameIndex, nearest
 from control_plane.registry.records import AdapterState
 from control_plane.registry.registry import Registry
@@ -148,11 +149,11 @@ async def test_pages_follow_the_names_through_changes(registry: Registry, tmp_pa
 
 async def test_versions_are_paged_newest_first(registry: Registry, tmp_path: Path) -> None:
     digests = [(await registry.register("a", files(tmp_path, seed))).record.active_digest for seed in range(3)]
-    page, token = registry.versions_page("a", 2)
-    rest, end = registry.versions_page("a", 2, token)
+    page, token = versions_page(registry.get("a"), 2)
+    rest, end = versions_page(registry.get("a"), 2, token)
     assert ([v.digest for v in page + rest], end) == (digests[::-1], "")
     with pytest.raises(InvalidRequest, match="page_token"):
-        registry.versions_page("a", 2, "x")
+        versions_page(registry.get("a"), 2, "x")
 
 
 async def test_concurrent_registrations_and_deletions_stay_whole(

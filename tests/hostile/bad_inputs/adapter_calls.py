@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-from google.protobuf import field_mask_pb2
+from google.protobuf import duration_pb2, field_mask_pb2, timestamp_pb2
 from google.protobuf.message import Message
 from motet.v1 import adapters_pb2 as pb
 
@@ -24,6 +24,7 @@ NAMED: dict[str, tuple[Message, str]] = {
     "GetAdapter": (pb.GetAdapterRequest(), "name"),
     "ListAdapterVersions": (pb.ListAdapterVersionsRequest(), "name"),
     "ActivateAdapterVersion": (pb.ActivateAdapterVersionRequest(digest=names.UNKNOWN_DIGEST), "name"),
+    "RollbackAdapter": (pb.RollbackAdapterRequest(), "name"),
     "PinAdapter": (pb.PinAdapterRequest(), "name"),
     "UnpinAdapter": (pb.UnpinAdapterRequest(), "name"),
     "DeleteAdapter": (pb.DeleteAdapterRequest(), "name"),
@@ -40,6 +41,7 @@ def cases(facts: Facts) -> Iterator[Case]:
     yield from _names()
     yield from _pages()
     yield from _changes(facts.good_digest)
+    yield from _rollouts(facts.good_digest)
     yield from _sources()
 
 
@@ -132,6 +134,62 @@ def _changes(good_digest: str) -> Iterator[Case]:
         yield call("CreateAdapter", create, {"request_id": request_id}, code=OK)
     again = {"request_id": names.GOOD_REQUEST_IDS[0], "display_name": "another"}
     yield call("CreateAdapter", create, again, "a request_id of another request", fields=("request_id",))
+
+
+def _rollouts(good_digest: str) -> Iterator[Case]:
+    """Labels of versions, canaries, retention and times to live."""
+    many = [f"l{number}" for number in range(65)]
+    create = pb.CreateAdapterRequest(adapter_id="valid", source=f"{ROOT_NAME}/good", validate_only=True)
+    durations = [{"seconds": 0}, {"seconds": -1}, {"seconds": 2**62}, {"seconds": 1, "nanos": 2**31 - 1}]
+    for path, values in (
+        ("canary_per_mille", [1001, 2**32 - 1]),
+        ("version_labels", [["1"], ["UP"], [""], ["x" * 64], ["a", "a"], many, ["x"] * 100_000]),
+        ("keep_versions", [501, 2**32 - 1]),
+        ("ttl", [duration_pb2.Duration(**fields) for fields in durations]),
+    ):
+        for value in values:
+            yield call("CreateAdapter", create, {f"rollout.{path}": value})
+    everything = ["version_labels", "canary", "keep_versions", "expire_time"]
+    update = pb.UpdateAdapterRequest(adapter=pb.Adapter(name=GOOD), update_mask={"paths": everything})
+    for labels in ({"1": good_digest}, {"": good_digest}, {"a": "x"}, dict.fromkeys(many, good_digest)):
+        yield call("UpdateAdapter", update, {"adapter.version_labels": labels})
+    for labels in ({"a": names.UNKNOWN_DIGEST},):
+        yield call("UpdateAdapter", update, {"adapter.version_labels": labels}, code=NOT_FOUND)
+    for digest in names.BAD_DIGESTS:
+        canary = pb.AdapterCanary(digest=digest, per_mille=1)
+        yield call("UpdateAdapter", update, {"adapter.canary": canary}, fields=("adapter.canary.digest",))
+    for canary, field in (
+        (pb.AdapterCanary(per_mille=1), "digest"),
+        (pb.AdapterCanary(digest=good_digest), "per_mille"),
+        (pb.AdapterCanary(digest=good_digest, per_mille=1001), "per_mille"),
+        (pb.AdapterCanary(digest=good_digest, per_mille=1), "digest"),  # the active version
+    ):
+        yield call("UpdateAdapter", update, {"adapter.canary": canary}, fields=(f"adapter.canary.{field}",))
+    unknown = pb.AdapterCanary(digest=names.UNKNOWN_DIGEST, per_mille=1)
+    yield call("UpdateAdapter", update, {"adapter.canary": unknown}, code=NOT_FOUND)
+    for count in (501, 2**32 - 1):
+        yield call("UpdateAdapter", update, {"adapter.keep_versions": count})
+    for seconds, nanos in ((0, 0), (1, 0), (-1, 0), (2**62, 0), (253_402_300_799, 0), (0, -1), (0, 2**31 - 1)):
+        moment = timestamp_pb2.Timestamp(seconds=seconds, nanos=nanos)
+        yield call("UpdateAdapter", update, {"adapter.expire_time": moment})
+    for fields in durations:
+        yield call("UpdateAdapter", update, {"ttl": duration_pb2.Duration(**fields)})
+    other = pb.UpdateAdapterRequest(adapter=pb.Adapter(name=GOOD), update_mask={"paths": ["labels"]})
+    yield call("UpdateAdapter", other, {"ttl": duration_pb2.Duration(seconds=1)})
+    yield call("UpdateAdapter", update, {}, "the end of every part of a rollout", code=OK)
+    for digest in names.BAD_DIGESTS:
+        activate = pb.ActivateAdapterVersionRequest(name=GOOD, digest=good_digest)
+        yield call("ActivateAdapterVersion", activate, {"expected_digest": digest})
+        yield call("RollbackAdapter", pb.RollbackAdapterRequest(name=GOOD), {"expected_digest": digest})
+    other_digest: dict[str, Any] = {"code": grpc.StatusCode.ABORTED, "reason": "ETAG_MISMATCH"}
+    for rpc, message in (
+        ("ActivateAdapterVersion", pb.ActivateAdapterVersionRequest(name=GOOD, digest=good_digest)),
+        ("RollbackAdapter", pb.RollbackAdapterRequest(name=GOOD)),
+    ):
+        yield call(rpc, message, {"expected_digest": names.UNKNOWN_DIGEST}, **other_digest)
+    yield call("RollbackAdapter", pb.RollbackAdapterRequest(name=GOOD), {"etag": "x"}, **other_digest)
+    nothing: dict[str, Any] = {"code": grpc.StatusCode.FAILED_PRECONDITION, "reason": "NO_FORMER_VERSION"}
+    yield call("RollbackAdapter", pb.RollbackAdapterRequest(name=GOOD), {}, "nothing to go back to", **nothing)
 
 
 def described(rpc: str, message: Message, prefix: str) -> Iterator[Case]:

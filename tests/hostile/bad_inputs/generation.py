@@ -70,6 +70,7 @@ TABLE: list[tuple[str, list[Any], list[Any]]] = [
     ("decoding.beam_search.width", [0, 1, 17, MAX_ROWS + 1, 2**31, U32], [2, MAX_ROWS - 1, MAX_ROWS]),
     ("priority", [-101, 101, 2**31 - 1, -(2**31)], [-100, -1, 0, 100]),
     ("request_id", names.BAD_REQUEST_IDS, ["", *names.GOOD_REQUEST_IDS]),
+    ("routing_key", ["s" * 129, "€" * 43, "s" * 100_000], ["", "s" * 128, "\0", "€" * 42, "\U0001f642\u202e"]),
     ("cache_salt", ["s" * 129, "€" * 43, "s" * 100_000], ["", "s" * 128, "\0", "€" * 42, "\U0001f642\u202e"]),
     ("preconditions.model_fingerprint", names.BAD_DIGESTS, [""]),
     ("preconditions.prompt_sha256", names.BAD_DIGESTS, ["", sha256(PROMPT_BYTES)]),

@@ -86,6 +86,10 @@ def _headers(files: dict[str, bytes]) -> Iterator[Case]:
     for path, values in bad:
         for value in values:
             yield case(f"{path} = {short(value)}", _header({path: value}, files), fields=(f"header.{path}",))
+    rollout = _header({"rollout": pb.VersionRollout(canary_per_mille=1001)}, files)
+    yield case("rollout.canary_per_mille = 1001", rollout, fields=("header.rollout.canary_per_mille",))
+    first = _header({"rollout": pb.VersionRollout(canary_per_mille=1)}, files)
+    yield case("a canary of a new name", first, fields=("rollout.canary_per_mille",))
     for tenants, index in names.BAD_TENANT_LISTS:
         messages = _header({"shared_with": tenants}, files)
         yield case(f"shared_with = {short(tenants)}", messages, fields=(f"header.shared_with{index}",))

@@ -133,6 +133,7 @@ _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] 
     "UpdateAdapter": _update,
     "ListAdapterVersions": _named(adapters_pb2.ListAdapterVersionsRequest, page_token="digest"),
     "ActivateAdapterVersion": _named(adapters_pb2.ActivateAdapterVersionRequest, digest="digest"),
+    "RollbackAdapter": _named(adapters_pb2.RollbackAdapterRequest, expected_digest="digest"),
     "PinAdapter": _named(adapters_pb2.PinAdapterRequest),
     "UnpinAdapter": _named(adapters_pb2.UnpinAdapterRequest),
     "DeleteAdapter": _named(adapters_pb2.DeleteAdapterRequest),

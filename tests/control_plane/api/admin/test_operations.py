@@ -115,7 +115,7 @@ async def test_a_page_ends_where_more_would_be_too_large_for_a_client(api: Api) 
     record = adapter_record("a", [adapter_version(DIGEST)], DIGEST, labels={"l": "v" * 300_000})
 
     async def register() -> Registered:
-        return Registered(record, None)
+        return Registered(record.active_digest, record, None)
 
     begun = [api.operations.start("a", "create", register, owner="", is_cancellable=True) for _ in range(20)]
     await asyncio.gather(*(operation.wait() for operation in begun))

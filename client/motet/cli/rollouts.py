@@ -1,0 +1,149 @@
+"""`motet adapters label|canary|rollback`, and the options of other actions that say how versions are rolled out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from motet.cli import exits
+from motet.cli.context import connect
+from motet.cli.digests import SHORT_DIGITS, VERSION_HELP, full_digest
+from motet.cli.output import json_line
+from motet.errors import invalid_field
+from motet.types import Adapter, AdapterCanary, VersionRollout
+
+_PER_PERCENT = 10
+
+
+def add_actions(action: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Declares the actions."""
+    label = action("label", "let a label point to a version, for requests that name NAME@LABEL")
+    label.add_argument("name", metavar="NAME")
+    label.add_argument("label", metavar="LABEL")
+    label.add_argument("version", metavar="VERSION", nargs="?", help=VERSION_HELP)
+    label.add_argument("--remove", action="store_true", help="remove the label")
+    label.set_defaults(run=_label)
+    canary = action("canary", "give a version a share of the requests that name no version")
+    canary.add_argument("name", metavar="NAME")
+    canary.add_argument("version", metavar="VERSION", nargs="?", help=VERSION_HELP)
+    canary.add_argument("percent", metavar="PERCENT", nargs="?", type=float, help="from 0.1 to 100, in steps of 0.1")
+    canary.add_argument("--end", action="store_true", help="end it; the active version gets all requests")
+    canary.add_argument("--promote", action="store_true", help="make its version the active one, which ends it")
+    canary.set_defaults(run=_canary)
+    rollback = action("rollback", "make the version active that was active before")
+    rollback.add_argument("name", metavar="NAME")
+    rollback.set_defaults(run=_rollback)
+
+
+def add_registration_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `motet adapters add`."""
+    parser.add_argument(
+        "--keep-active", action="store_true", help="the version that is active stays active (default: the new one is)"
+    )
+    parser.add_argument(
+        "--canary", type=float, default=0.0, metavar="PERCENT", help="give the new version this share of the requests"
+    )
+    parser.add_argument(
+        "--version-label", action="append", default=[], metavar="LABEL", help="points to the version; may be repeated"
+    )
+    _add_limits(parser)
+
+
+def add_update_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `motet adapters update`."""
+    _add_limits(parser)
+    parser.add_argument("--no-expiry", action="store_true", help="keep the adapter until somebody deletes it")
+
+
+def registration_of(arguments: argparse.Namespace) -> VersionRollout:
+    """What the options of `motet adapters add` say."""
+    return VersionRollout(
+        keep_active=arguments.keep_active,
+        canary_per_mille=_per_mille(arguments.canary, "--canary", lowest=0),
+        version_labels=tuple(arguments.version_label),
+        keep_versions=arguments.keep_versions,
+        ttl_s=arguments.ttl,
+    )
+
+
+def lines_of(adapter: Adapter) -> list[tuple[str, object]]:
+    """What `motet adapters get` says of the rollout."""
+    canary = adapter.canary
+    share = "" if canary is None else f"{canary.digest[:SHORT_DIGITS]} with {canary.per_mille / _PER_PERCENT:g}%"
+    labels = sorted(adapter.version_labels.items())
+    return [
+        ("versions", ", ".join(f"{label}={digest[:SHORT_DIGITS]}" for label, digest in labels)),
+        ("canary", share),
+        ("keeps", f"the newest {adapter.keep_versions} versions" if adapter.keep_versions else "all versions"),
+        ("expires", adapter.expire_time or "never"),
+        ("before", ", ".join(digest[:SHORT_DIGITS] for digest in adapter.previous_digests)),
+    ]
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--keep-versions", type=int, metavar="COUNT", help="keep so many of the newest versions; 0: all of them"
+    )
+    parser.add_argument("--ttl", type=float, metavar="SECONDS", help="delete the adapter after so many seconds")
+
+
+def _per_mille(percent: float, field: str, *, lowest: int = 1) -> int:
+    per_mille = round(percent * _PER_PERCENT) if lowest / _PER_PERCENT <= percent <= 100 else -1
+    if per_mille < 0 or abs(per_mille - percent * _PER_PERCENT) > 1e-6:
+        raise invalid_field(field, f"is {percent:g}; give {lowest / _PER_PERCENT:g} to 100 percent in steps of 0.1")
+    return per_mille
+
+
+def _label(arguments: argparse.Namespace) -> int:
+    if arguments.remove == (arguments.version is not None):
+        raise invalid_field("VERSION", "give a version, or --remove")
+    with connect(arguments) as client:
+        digest = None
+        if arguments.version is not None:
+            digest = full_digest(client, arguments.name, arguments.version, field="VERSION")
+        adapter = client.adapters.set_label(arguments.name, arguments.label, digest)
+    if arguments.json:
+        print(json_line(adapter))
+    elif digest is None:
+        print(f"removed label {arguments.label} of {adapter.id}")
+    else:
+        print(f"{adapter.id}@{arguments.label} is version {digest[:SHORT_DIGITS]}")
+    return exits.OK
+
+
+def _canary(arguments: argparse.Namespace) -> int:
+    if arguments.end + arguments.promote + (arguments.version is not None) != 1:
+        raise invalid_field("VERSION", "give a version and PERCENT, or --end, or --promote")
+    with connect(arguments) as client:
+        if arguments.end:
+            adapter = client.adapters.set_canary(arguments.name, None)
+            done = f"ended the canary of {adapter.id}"
+        elif arguments.promote:
+            adapter = client.adapters.get(arguments.name)
+            if adapter.canary is None:
+                raise invalid_field("--promote", f"adapter {adapter.id!r} has no canary")
+            adapter = client.adapters.activate(adapter.id, adapter.canary.digest, etag=adapter.etag)
+            done = f"promoted the canary of {adapter.id}: {_active(adapter)} is active"
+        else:
+            if arguments.percent is None:
+                raise invalid_field("PERCENT", "is missing; give the share of the requests")
+            per_mille = _per_mille(arguments.percent, "PERCENT")
+            digest = full_digest(client, arguments.name, arguments.version, field="VERSION")
+            adapter = client.adapters.set_canary(arguments.name, AdapterCanary(digest, per_mille))
+            done = f"version {digest[:SHORT_DIGITS]} of {adapter.id} gets {arguments.percent:g}% of the requests"
+    print(json_line(adapter) if arguments.json else done)
+    return exits.OK
+
+
+def _rollback(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        before = client.adapters.get(arguments.name)
+        adapter = client.adapters.roll_back(arguments.name, etag=before.etag)
+    line = f"rolled back {adapter.id}: {_active(adapter)} is active, before: {_active(before)}"
+    print(json_line(adapter) if arguments.json else line)
+    return exits.OK
+
+
+def _active(adapter: Adapter) -> str:
+    version = adapter.active_version
+    return "no version" if version is None else f"version {version.number} ({version.digest[:SHORT_DIGITS]})"

@@ -1,0 +1,1 @@
+"""Versions of a name: how they are named, registered, rolled out and kept."""
