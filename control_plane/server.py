@@ -40,6 +40,7 @@ from control_plane.access.name_prefixes import NamePrefixes
 from control_plane.access.settings import AccessSettings
 from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
+from control_plane.adapters.keeper import Keeper
 from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.roots import AdapterRoots
@@ -210,7 +211,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await clients.start()
     await workers.start()
-    stack.push_async_callback(_cancelled, asyncio.create_task(_restore(life_cycle), name="restore"))
+    _begin(stack, _restore(life_cycle), Keeper(registry, life_cycle, fleet.unloads.has_requests).run())
 
     async def drain(timeout_s: float) -> None:
         sentence = f"stopping: running requests may finish, for at most {timeout_s:g} s"
@@ -428,6 +429,12 @@ async def _open_storage(
         directory.mkdir(mode=PRIVATE)
     cache = await open_host_cache(config, stack)
     return registry, AdapterWeights(cache, store, calls, is_wanted=registry.is_named)
+
+
+def _begin(stack: contextlib.AsyncExitStack, *works: Coroutine[Any, Any, None]) -> None:
+    """Do work beside serving, until the end."""
+    for work in works:
+        stack.push_async_callback(_cancelled, asyncio.create_task(work))
 
 
 async def _restore(life_cycle: AdapterLifeCycle) -> None:

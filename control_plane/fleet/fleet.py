@@ -43,7 +43,7 @@ class Fleet:
         self._rebalancer = parts.rebalancer
         self._slow_readers = parts.slow_readers
         self._workers = parts.workers
-        self._unloads = parts.unloads
+        self.unloads = parts.unloads
         self.preloads = parts.preloads  # loads of adapters that no request waits for
         self._intake = parts.intake
         self._request_ids = itertools.count(1)
@@ -120,11 +120,11 @@ class Fleet:
 
     async def unload(self, digest: str) -> None:
         """Unload an adapter from every worker. Returns once nothing uses it, or once `cancel_unload` was called."""
-        await self._unloads.unload(digest)
+        await self.unloads.unload(digest)
 
     def cancel_unload(self, digest: str) -> None:
         """Stop unloading an adapter: another name uses it now."""
-        self._unloads.cancel_unload(digest)
+        self.unloads.cancel_unload(digest)
 
     # ---- time ----
 

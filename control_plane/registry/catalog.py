@@ -31,6 +31,8 @@ from control_plane.registry.versions.version_names import VersionName
 from control_plane.registry.visible_names import VisibleNames
 from control_plane.scheduler.types import AdapterRef
 
+RecordListener = Callable[[AdapterRecord | None, AdapterRecord | None], None]
+
 
 @dataclass(frozen=True, slots=True)
 class RegistryStats:
@@ -68,7 +70,10 @@ class Catalog:
         self._names = VisibleNames((record.adapter_id, record.ownership) for record in records)
         self._num_names_by_digest: Counter[str] = Counter()  # names that are being deleted left out
         for record in records:
-            self.put(record)
+            self._records[record.adapter_id] = record
+            self._count(record, 1)
+        # Called after every change with the record before (None: the name is new) and after (None: it is gone).
+        self.when_changed: list[RecordListener] = []
 
     # ---- reading ----
 
@@ -161,12 +166,16 @@ class Catalog:
         self._records[record.adapter_id] = record
         self._names.add(record.adapter_id, record.ownership)
         self._count(record, 1)
+        for listener in self.when_changed:
+            listener(old, record)
 
     def remove(self, record: AdapterRecord) -> None:
         """Remove a record."""
         self._count(record, -1)
         del self._records[record.adapter_id]
         self._names.remove(record.adapter_id, record.ownership)
+        for listener in self.when_changed:
+            listener(record, None)
 
     def _count(self, record: AdapterRecord, change: int) -> None:
         if record.state is AdapterState.DELETING:

@@ -84,6 +84,7 @@ class Registry:
         self._store = store
         self._calls = calls
         self._catalog = catalog
+        self.when_changed = catalog.when_changed  # listeners: see Catalog
         self._packer = packer
         self._blobs = BlobWriter(store, calls, catalog)
         self._changes = Changes(calls)

@@ -32,6 +32,11 @@ class AdapterUnloads:
         if digest in self._gone:
             self._gone.pop(digest).set()
 
+    def has_requests(self, digest: str) -> bool:
+        """Whether an unfinished request uses the adapter."""
+        requests = (job.request for job in self._jobs.values())
+        return any(request.adapter is not None and request.adapter.digest == digest for request in requests)
+
     def check_soon(self) -> None:
         """Look again after this turn of the event loop: a request, session or slot ended."""
         if self._gone and not self._is_check_due:
@@ -48,6 +53,5 @@ class AdapterUnloads:
 
     def _is_used(self, digest: str) -> bool:
         # Sessions first: one look-up each, and enough as long as a request runs or waits on one of them.
-        return any(session.scheduler.adapter_use(digest).is_held for session in self._sessions.values()) or any(
-            job.request.adapter is not None and job.request.adapter.digest == digest for job in self._jobs.values()
-        )
+        is_held = any(session.scheduler.adapter_use(digest).is_held for session in self._sessions.values())
+        return is_held or self.has_requests(digest)
