@@ -7,13 +7,14 @@ No torch here: the fake worker runs without it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from contract.expert_names import of_expert
 from contract.v1.sampling import SamplingValues
 
 Int32Array = npt.NDArray[np.int32]
@@ -106,6 +107,8 @@ class TargetKind(Enum):
     LINEAR = "linear"
     HEAD = "head"
     EMBEDDING = "embedding"
+    ROUTER = "router"  # chooses the experts of a token by a product with its weight
+    EXPERT = "expert"  # one product of an expert, or of all experts of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,16 @@ class TargetModule:
     in_features: int  # of an embedding: the vocabulary
     out_features: int
     reason: str = ""  # why it takes no adapters; empty: it takes them
+    num_experts: int = 0  # the name stands for this module of so many experts (contract/expert_names.py); 0: for itself
+    # Of a layer's experts: in their stacked parameter a column of gate is followed by one of up, not all gates by all
+    # ups.
+    is_interleaved: bool = False
+
+    def each(self) -> list[TargetModule]:
+        """The modules that the name stands for."""
+        if not self.num_experts:
+            return [self]
+        return [replace(self, name=of_expert(self.name, expert), num_experts=0) for expert in range(self.num_experts)]
 
 
 @dataclass(frozen=True, slots=True)

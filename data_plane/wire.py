@@ -33,6 +33,8 @@ _KINDS = {
     TargetKind.LINEAR: plan_pb2.TargetModules.KIND_LINEAR,
     TargetKind.HEAD: plan_pb2.TargetModules.KIND_HEAD,
     TargetKind.EMBEDDING: plan_pb2.TargetModules.KIND_EMBEDDING,
+    TargetKind.EXPERT: plan_pb2.TargetModules.KIND_EXPERT,
+    TargetKind.ROUTER: plan_pb2.TargetModules.KIND_ROUTER,
 }
 _MAX_REASON_BYTES = 200
 _MAX_STEPS = 64  # of one plan: a worker does not listen before they are done
@@ -129,6 +131,8 @@ def encode_targets(modules: Sequence[TargetModule]) -> list[plan_pb2.TargetModul
             in_features=module.in_features,
             out_features=module.out_features,
             reason=module.reason.encode("ascii", "replace").decode("ascii")[:_MAX_REASON_BYTES],
+            num_experts=module.num_experts,
+            is_interleaved=module.is_interleaved,
         )
         for module, indices in layers.items()
     ]

@@ -70,6 +70,17 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", _GATED | {"sliding_window": SLIDING_WINDOW}),
     "mixtral": ("mixtral", _GATED | _MOE | {"num_local_experts": 4}),
     "qwen3_moe": ("qwen3_moe", _GATED | _MOE | {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        _GATED | _MOE | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    ),
+    "olmoe": ("olmoe", _GATED | _MOE | {"num_experts": 4, "intermediate_size": 32}),
+    "gpt_oss": (
+        "gpt_oss",
+        _GATED
+        | _MOE
+        | {"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32, "sliding_window": SLIDING_WINDOW},
+    ),
 }
 
 

@@ -83,30 +83,38 @@ class Hello(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ..., last_epoch: _Optional[int] = ..., target_modules: _Optional[_Iterable[_Union[TargetModules, _Mapping]]] = ...) -> None: ...
 
 class TargetModules(_message.Message):
-    __slots__ = ("path", "layers", "kind", "in_features", "out_features", "reason")
+    __slots__ = ("path", "layers", "kind", "in_features", "out_features", "reason", "num_experts", "is_interleaved")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[TargetModules.Kind]
         KIND_LINEAR: _ClassVar[TargetModules.Kind]
         KIND_HEAD: _ClassVar[TargetModules.Kind]
         KIND_EMBEDDING: _ClassVar[TargetModules.Kind]
+        KIND_EXPERT: _ClassVar[TargetModules.Kind]
+        KIND_ROUTER: _ClassVar[TargetModules.Kind]
     KIND_UNSPECIFIED: TargetModules.Kind
     KIND_LINEAR: TargetModules.Kind
     KIND_HEAD: TargetModules.Kind
     KIND_EMBEDDING: TargetModules.Kind
+    KIND_EXPERT: TargetModules.Kind
+    KIND_ROUTER: TargetModules.Kind
     PATH_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     IN_FEATURES_FIELD_NUMBER: _ClassVar[int]
     OUT_FEATURES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    IS_INTERLEAVED_FIELD_NUMBER: _ClassVar[int]
     path: str
     layers: bytes
     kind: TargetModules.Kind
     in_features: int
     out_features: int
     reason: str
-    def __init__(self, path: _Optional[str] = ..., layers: _Optional[bytes] = ..., kind: _Optional[_Union[TargetModules.Kind, str]] = ..., in_features: _Optional[int] = ..., out_features: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    num_experts: int
+    is_interleaved: bool
+    def __init__(self, path: _Optional[str] = ..., layers: _Optional[bytes] = ..., kind: _Optional[_Union[TargetModules.Kind, str]] = ..., in_features: _Optional[int] = ..., out_features: _Optional[int] = ..., reason: _Optional[str] = ..., num_experts: _Optional[int] = ..., is_interleaved: bool = ...) -> None: ...
 
 class ParallelLayout(_message.Message):
     __slots__ = ("tensor", "pipeline")

@@ -14,16 +14,20 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from contract.context_length import LENGTH_KEYS
+from contract.expert_names import of_all
 from contract.packed_layout import ITEMSIZE
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import ATTENTION_NAME
 from data_plane.layers.context import StepContext
 from data_plane.layers.lora_embedding import LoraEmbedding
+from data_plane.layers.lora_experts import LoraExperts
 from data_plane.layers.lora_linear import LoraLinear, replace_linears, replace_module
+from data_plane.layers.lora_router import LoraRouter
 from data_plane.layers.packed_weight import NativeWeight, SharedWeight
 from data_plane.layers.transposed_linear import replace_transposed
 from data_plane.models.fusion import fuse_model
 from data_plane.models.limits import context_limit
+from data_plane.models.mixtures.adapters import add_adapters
 from data_plane.models.model_probe import ModelProbe, probe_model
 from data_plane.models.probe import PROBE_NAME, Recorder, register_probe
 from data_plane.models.stacking import StackedLayers, stack_layers
@@ -49,12 +53,15 @@ class LoadedModel:
 
     def targets(self) -> list[TargetModule]:
         """Where adapters may add, in the order of the layers."""
-        return [
-            target
-            for module in self.model.modules()
-            if isinstance(module, LoraLinear | LoraEmbedding)
-            for target in module.targets
-        ]
+        found: list[TargetModule] = []
+        for module in self.model.modules():
+            if isinstance(module, LoraLinear | LoraEmbedding):
+                found += module.targets
+            elif isinstance(module, LoraExperts):
+                found += [one for target in module.targets for one in target.each()]
+            elif isinstance(router := getattr(module, "lora", None), LoraRouter):
+                found.append(router.target)
+        return found
 
     def base_weights(self) -> ModelWeights:
         """The weights that the target modules add to."""
@@ -94,6 +101,17 @@ class ModelWeights:
             if isinstance(module, LoraLinear)
             for index, name in enumerate(module.target_names)
         }
+        self._routers = {
+            router.target.name: router
+            for module in model.modules()
+            if isinstance(router := getattr(module, "lora", None), LoraRouter)
+        }
+        self._experts = {
+            target.name: module
+            for module in model.modules()
+            if isinstance(module, LoraExperts)
+            for target in module.targets
+        }
         self._embeddings = {
             module.targets[0].name: module for module in model.modules() if isinstance(module, LoraEmbedding)
         }
@@ -102,13 +120,19 @@ class ModelWeights:
         """See BaseWeights."""
         if target_name in self._embeddings:
             return self._embeddings[target_name].weight.detach().T
+        if target_name in self._routers:
+            return self._routers[target_name].weight
+        if (experts := self._experts.get(of_all(target_name))) is not None:
+            return experts.target_weight(target_name)
         linear, index = self._linears[target_name]
         return linear.target_weight(index)
 
     def bias(self, target_name: str) -> torch.Tensor | None:
         """See BaseWeights."""
-        if target_name in self._embeddings:
-            return None
+        if target_name in self._routers:
+            return self._routers[target_name].bias
+        if target_name in self._embeddings or of_all(target_name) in self._experts:
+            return None  # of experts, no adapter names a bias
         linear, index = self._linears[target_name]
         return linear.target_bias(index)
 
@@ -172,6 +196,7 @@ def load_model(
     replace_linears(model, fused.linear_names, context)
     if device.type == "cpu":
         _leave_files(model)
+    add_adapters(model, fused.router_names, fused.expert_names, context)
     _replace_head(model, probe, context)
     _replace_embedding(model, probe, context)
     stacked = stack_layers(model, fused, context) if device.type == "cpu" else None

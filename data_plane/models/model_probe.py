@@ -23,6 +23,8 @@ class ModelProbe:
     vocab_size: int
     head_name: str | None  # the head, if it takes adapters
     embedding_name: str | None  # the embedding, if it takes adapters
+    router_names: list[str]  # routers that take adapters
+    expert_names: list[str]  # products of experts that take adapters, each for all experts of a layer
     targets: list[TargetModule]  # these, and the modules that take no adapters
 
 
@@ -53,5 +55,7 @@ def probe_model(model: PreTrainedModel, max_model_len: int, max_step_tokens: int
         passes.packed.logits.shape[-1],
         head_name=next(iter(served[TargetKind.HEAD]), None),
         embedding_name=next(iter(served[TargetKind.EMBEDDING]), None),
+        router_names=served[TargetKind.ROUTER],
+        expert_names=served[TargetKind.EXPERT],
         targets=targets,
     )

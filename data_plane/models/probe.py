@@ -18,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from data_plane.models.layer_inputs import LayerInputs, layer_names
+from data_plane.models.mixtures.parts import is_mixture_part
 
 PROBE_NAME = "motet_probe"
 NUM_TOKENS = 5  # of a pass that names no token ids
@@ -50,7 +51,8 @@ class Recorder:
     rows: torch.Tensor | None = None
     calls: list[Call] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, MaskRule]] = field(default_factory=list)
-    # Of each call of a linear, and of the embedding: the first columns of its rows, [rows, at most _NUM_SAMPLED].
+    # Of each call of a linear, of a mixture's parts, and of the embedding: the first columns of its rows,
+    # [rows, at most _NUM_SAMPLED].
     linear_inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def attend(
@@ -115,7 +117,7 @@ def run_probe(
     hooks = [
         module.register_forward_pre_hook(_sample_rows(recorder, name))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or name == embedding
+        if isinstance(module, nn.Linear) or name == embedding or is_mixture_part(module)
     ]
     if layer_inputs is not None:
         hooks += [
@@ -151,6 +153,8 @@ def head_and_embedding(model: PreTrainedModel) -> tuple[str | None, str | None]:
 
 def _sample_rows(recorder: Recorder, name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
     def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if not args:
+            return
         is_ids = not args[0].is_floating_point()
         rows = args[0].reshape(-1, 1) if is_ids else args[0].reshape(-1, args[0].shape[-1])[:, :_NUM_SAMPLED]
         recorder.linear_inputs.setdefault(name, []).append(rows.float())

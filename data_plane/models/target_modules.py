@@ -9,6 +9,8 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
+from data_plane.models.mixtures.adapters import mixture_targets
+from data_plane.models.mixtures.parts import is_mixture_part
 from data_plane.models.packing import PackedPasses, ProbePass, differs
 from data_plane.models.probe import head_and_embedding
 from data_plane.plan import TargetKind, TargetModule
@@ -24,14 +26,19 @@ def find_targets(model: PreTrainedModel, request: ProbePass, passes: PackedPasse
     head, embedding = head_and_embedding(model)
     modules = dict(model.named_modules())
     called = [name for name in request.recorder.linear_inputs if name in modules]
-    found = []
+    found: list[TargetModule] = []
     for name in dict.fromkeys([*called, *modules]):
         module = modules[name]
         kind = {head: TargetKind.HEAD, embedding: TargetKind.EMBEDDING}.get(name, TargetKind.LINEAR)
         sizes = [parameter.shape for parameter in module.parameters(recurse=False) if parameter.dim() >= 2]
         if not sizes:
             continue
-        if isinstance(module, nn.Linear | nn.Embedding):
+        mixture = None
+        if is_mixture_part(module):
+            mixture = mixture_targets(module, name, reason=_reason(model, name, kind, request, passes))
+        if mixture is not None:
+            found += mixture
+        elif isinstance(module, nn.Linear | nn.Embedding):
             reason = _reason(model, name, kind, request, passes)
             rows, columns = module.weight.shape
             sides = (rows, columns) if isinstance(module, nn.Embedding) else (columns, rows)
@@ -44,7 +51,7 @@ def find_targets(model: PreTrainedModel, request: ProbePass, passes: PackedPasse
 
 
 def _reason(model: PreTrainedModel, name: str, kind: TargetKind, request: ProbePass, passes: PackedPasses) -> str:
-    """Why a linear or an embedding takes no adapters; empty: it does."""
+    """Why a module takes no adapters by the calls that it gets; empty: it does."""
     module = model.get_submodule(name)
     if isinstance(module, nn.Embedding) and kind is not TargetKind.EMBEDDING:
         return "of the embeddings only the one that tokens are looked up in takes adapters"

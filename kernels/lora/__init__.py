@@ -26,6 +26,7 @@ from kernels.lora.segments import (
     MAX_BLOCK_TOKENS,
     AdapterSegments,
     default_block_tokens,
+    segments_by_sorting,
     segments_in_torch,
     segments_on_host,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "bgmv_expand",
     "bgmv_expand_slice",
     "bgmv_shrink",
+    "grouped_segments",
     "lora_embed",
     "lora_expand",
     "lora_shrink",
@@ -78,3 +80,8 @@ def adapter_segments(token_slots: torch.Tensor, num_slots: int, *, block_tokens:
 
         return triton_segments.segments(token_slots.contiguous(), num_slots, block_tokens)
     return segments_in_torch(token_slots, num_slots, block_tokens)
+
+
+def grouped_segments(token_slots: torch.Tensor, num_slots: int) -> AdapterSegments:
+    """`adapter_segments` for many more slots than tokens, such as every pair of an adapter's slot and an expert."""
+    return segments_by_sorting(token_slots, num_slots, default_block_tokens(len(token_slots)))

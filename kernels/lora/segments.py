@@ -89,6 +89,34 @@ def segments_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: i
     return segments
 
 
+def segments_by_sorting(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> AdapterSegments:
+    """The same as segments_in_torch, at a cost that does not depend on the number of slots."""
+    segments = empty_segments(token_slots, num_slots, block_tokens)
+    num_tokens, num_blocks = segments.num_tokens, segments.num_blocks
+    has_slot = (token_slots >= 0) & (token_slots < num_slots)
+    ordered, order = torch.sort(torch.where(has_slot, token_slots, num_slots), stable=True)
+    is_used = ordered < num_slots
+    segments.order.copy_(torch.where(is_used, order, -1))
+    place = torch.arange(num_tokens, device=token_slots.device)
+    is_first = torch.ones_like(is_used)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    in_group = place - torch.where(is_first, place, 0).cummax(0).values
+    begins = is_used & (in_group % block_tokens == 0)
+    ends = is_used.clone()
+    ends[:-1] &= is_first[1:] | begins[1:]
+    block = torch.where(is_used, begins.cumsum(0) - 1, num_blocks)
+    # What does not begin or end a block is written behind the last block.
+    for column, chosen, values, empty in (
+        (segments.block_slot, begins, ordered, -1),
+        (segments.block_start, begins, place, 0),
+        (segments.block_end, ends, place + 1, 0),
+    ):
+        wide = column.new_full((num_blocks + 1,), empty)
+        wide.scatter_(0, torch.where(chosen, block, num_blocks), values.to(column.dtype))
+        column.copy_(wide[:num_blocks])
+    return segments
+
+
 def segments_on_host(
     token_slots: npt.NDArray[np.int32], num_slots: int, block_tokens: int = HOST_BLOCK_TOKENS
 ) -> AdapterSegments:

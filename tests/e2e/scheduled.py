@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contract.v1 import plan_pb2
+from control_plane.fleet.workers.reports import check_targets, report_of
 from control_plane.fleet.workers.wire import PlanEncoder, limits_of
 from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.scheduler import Scheduler
@@ -49,10 +51,17 @@ class IngestedAdapter:
         return self.info.manifest, iter(self.chunks)
 
 
-def ingested(directory: Path, base_model: BaseModel) -> IngestedAdapter:
-    """What the registry makes of a PEFT directory."""
+def ingested(directory: Path, base_model: BaseModel, reported: Modules = NOTHING_REPORTED) -> IngestedAdapter:
+    """What the registry makes of a PEFT directory. `reported` is what workers report of the model."""
     files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
-    return IngestedAdapter(*pack(files, base_model, max_adapter_bytes=1 << 30))
+    return IngestedAdapter(*pack(files, base_model, max_adapter_bytes=1 << 30, reported=reported))
+
+
+def reported_by(engine: TorchEngine) -> Modules:
+    """What the control plane learns from the engine's Hello."""
+    hello = encode_hello(engine.capacities, "worker").hello
+    assert not check_targets(hello)
+    return report_of(hello).modules
 
 
 @dataclass

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from contract.expert_names import ANY, PROJECTIONS
 from contract.v1 import plan_pb2
 from control_plane.errors import FieldViolation
 from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule, WorkerReport
@@ -18,11 +19,15 @@ MAX_TARGET_MODULES = 1 << 16
 MAX_PATH_BYTES = 256
 MAX_REASON_BYTES = 200
 MAX_LAYER = 1 << 16
+MAX_EXPERTS = 1 << 12  # of a layer
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.([A-Za-z0-9_]+|\*))*")
+_EXPERT_PATHS = tuple(f".experts.{ANY}.{part}" for part in PROJECTIONS)
 _KINDS = {
     plan_pb2.TargetModules.KIND_LINEAR: ModuleKind.LINEAR,
     plan_pb2.TargetModules.KIND_HEAD: ModuleKind.HEAD,
     plan_pb2.TargetModules.KIND_EMBEDDING: ModuleKind.EMBEDDING,
+    plan_pb2.TargetModules.KIND_EXPERT: ModuleKind.EXPERT,
+    plan_pb2.TargetModules.KIND_ROUTER: ModuleKind.ROUTER,
 }
 
 
@@ -51,7 +56,14 @@ def check_targets(hello: plan_pb2.Hello) -> list[FieldViolation]:
 @lru_cache(maxsize=4)
 def _modules_of(raw: bytes) -> Modules:
     return {
-        name: ServedModule(_KINDS[entry.kind], entry.in_features, entry.out_features, entry.reason)
+        name: ServedModule(
+            _KINDS[entry.kind],
+            entry.in_features,
+            entry.out_features,
+            entry.reason,
+            num_experts=entry.num_experts,
+            is_interleaved=entry.is_interleaved,
+        )
         for entry in plan_pb2.Hello.FromString(raw).target_modules
         for name in _names_of(entry)
     }
@@ -62,7 +74,7 @@ def _names_of(entry: plan_pb2.TargetModules) -> Iterator[str]:
     if not layers:
         yield entry.path
     for layer in layers:
-        yield ".".join(str(layer) if part == "*" else part for part in entry.path.split("."))
+        yield entry.path.replace("*", str(layer), 1)
 
 
 def _check_target(entry: plan_pb2.TargetModules, field: str) -> FieldViolation | None:
@@ -75,8 +87,12 @@ def _check_target(entry: plan_pb2.TargetModules, field: str) -> FieldViolation |
             f"{field}.layers", f"{len(entry.layers)} bytes are not at most {MAX_TARGET_MODULES} whole int32"
         )
     layers = np.frombuffer(entry.layers, dtype="<i4")
-    num_places = entry.path.split(".").count("*")
-    if num_places != min(len(layers), 1):
+    if bool(entry.num_experts) != (entry.kind == plan_pb2.TargetModules.KIND_EXPERT) or entry.num_experts > MAX_EXPERTS:
+        return FieldViolation(
+            f"{field}.num_experts", f"{entry.num_experts}; 1 to {MAX_EXPERTS} for modules of experts, else 0"
+        )
+    num_places = entry.path.split(".").count("*") - min(entry.num_experts, 1)
+    if num_places != min(len(layers), 1) or (entry.num_experts and not entry.path.endswith(_EXPERT_PATHS)):
         return FieldViolation(f"{field}.layers", f"{len(layers)} layers for {num_places} places in {entry.path!r}")
     if len(layers) and (layers[0] < 0 or layers[-1] > MAX_LAYER or (np.diff(layers) <= 0).any()):
         return FieldViolation(f"{field}.layers", f"are not ascending numbers of 0 to {MAX_LAYER}")

@@ -43,7 +43,7 @@ _TRANSPOSED_TYPES = {"gpt2"}
 _LAYER_TENSOR = re.compile(r"^(?P<path>(?:[a-z_0-9]+\.)*?(?:layers|h|blocks))\.(?P<index>\d+)\.(?P<module>.+)\.weight$")
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 # Last part of the name of a router's weight, which transformers holds as a parameter, not as a linear.
-_ROUTER_NAMES = {"gate", "router", "wg"}
+ROUTER_NAMES = {"gate", "router", "wg"}
 
 
 class BaseModelError(ValueError):
@@ -187,7 +187,7 @@ def _linears(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tupl
     for match, shape in found:
         module = match["module"]
         parts = module.split(".")
-        is_linear = len(shape) == 2 and "experts" not in parts and parts[-1] not in _ROUTER_NAMES
+        is_linear = len(shape) == 2 and "experts" not in parts and parts[-1] not in ROUTER_NAMES
         is_linear = is_linear and not parts[-1].endswith("norm")
         if is_linear and int(match["index"]) < expected:  # layers behind the last predict further tokens
             sides = (shape[1], shape[0]) if model_type in _TRANSPOSED_TYPES else (shape[0], shape[1])

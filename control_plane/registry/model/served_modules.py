@@ -21,6 +21,8 @@ class ModuleKind(Enum):
     LINEAR = "linear"
     HEAD = "head"
     EMBEDDING = "embedding"
+    ROUTER = "router"  # chooses the experts of a token
+    EXPERT = "expert"  # one product of every expert of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class ServedModule:
     in_features: int  # of an embedding: the vocabulary
     out_features: int
     reason: str = ""  # why it takes no adapters; empty: it takes them
+    num_experts: int = 0  # its name stands for so many modules (contract/expert_names.py); 0: for one
+    is_interleaved: bool = False  # of experts: outputs of gate and up follow each other in turn where they are stacked
 
 
 Modules = Mapping[str, ServedModule]  # by path in the transformers model
@@ -65,7 +69,13 @@ def joined(reports: Iterable[WorkerReport]) -> WorkerReport | None:
 def encode_report(report: WorkerReport) -> bytes:
     """The report as a document."""
     modules = {
-        name: [module.kind.value, module.in_features, module.out_features, module.reason]
+        name: [
+            module.kind.value,
+            module.in_features,
+            module.out_features,
+            module.reason,
+            *([module.num_experts, module.is_interleaved] if module.num_experts else []),
+        ]
         for name, module in report.modules.items()
     }
     document = {"format": _FORMAT, "max_model_len": report.max_model_len, "modules": modules}
@@ -78,10 +88,16 @@ def decode_report(raw: bytes) -> WorkerReport:
         document: dict[str, Any] = json.loads(raw)
         if document["format"] != _FORMAT:
             raise ValueError("written by another version")
-        modules = {
-            str(name): ServedModule(ModuleKind(kind), int(in_features), int(out_features), str(reason))
-            for name, (kind, in_features, out_features, reason) in document["modules"].items()
-        }
+        modules = {str(name): _decode_module(*fields) for name, fields in document["modules"].items()}
         return WorkerReport(int(document["max_model_len"]), modules)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("fields are missing or of the wrong type") from error
+
+
+def _decode_module(
+    kind: str, in_features: int, out_features: int, reason: str, num_experts: int = 0, is_interleaved: bool = False
+) -> ServedModule:
+    sizes = (int(in_features), int(out_features))
+    return ServedModule(
+        ModuleKind(kind), *sizes, str(reason), num_experts=int(num_experts), is_interleaved=bool(is_interleaved)
+    )

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from contract.expert_names import of_all
 from control_plane.registry.model.served_modules import (
     NOTHING_REPORTED,
     Modules,
@@ -52,7 +53,7 @@ class WorkerReports:
         if not modules:
             return ""
         for name in names:
-            module = modules.get(name)
+            module = modules.get(of_all(name))
             if module is None:
                 return f"it changes {name}, and the workers' model has no such module"
             if module.reason:

@@ -38,6 +38,7 @@ class AdapterConfig:
     rank_pattern: NamePattern[int]
     alpha_pattern: NamePattern[float]
     targets: TargetNames
+    target_parameters: frozenset[str]  # names or suffixes of parameters, such as the stacked ones of experts
     trains_biases: bool  # biases of the base model were trained too
     ties_weights: bool  # adapters of embedding and head are one, where the base model ties these two
 
@@ -45,6 +46,10 @@ class AdapterConfig:
     def manifest_kind(self) -> str:
         """The manifest's word for kind and scaling."""
         return ("rs" if self.is_rslora else "") + self.kind.name
+
+    def targets_parameter(self, name: str) -> bool:
+        """Whether `target_parameters` names this parameter, as PEFT compares them."""
+        return not self.target_parameters.isdisjoint(suffixes(name))
 
     def rank_of(self, module: str, num_rows: int) -> int:
         """Rank of A and B of `module`, whose A has so many rows. They decide where only an expression could say it."""
@@ -131,6 +136,7 @@ class _Reader:
             rank_pattern=self._value("rank_pattern", _ranks, NamePattern(())),
             alpha_pattern=self._value("alpha_pattern", _numbers, NamePattern(())),
             targets=self._targets(),
+            target_parameters=self._value("target_parameters", _parameters, frozenset()),
             trains_biases=self._config.get("bias") not in (None, "none"),
             ties_weights=self._value("ensure_weight_tying", _flag, False),
         )
@@ -166,6 +172,8 @@ class _Reader:
         if isinstance(value, str) and value.lower() == "all-linear":
             # PEFT has no choice of layers here.
             return TargetNames(None, True, excluded or frozenset(), layers, has_expression or bool(indices))
+        if value == [] and self._config.get("target_parameters"):
+            return TargetNames(frozenset(), False, excluded or frozenset(), layers, has_expression)
         # Where it is null, PEFT chose the modules.
         names = self._value("target_modules", _target_modules, None)
         layers = None if paths is None else layers
@@ -189,6 +197,13 @@ def _names(field: str, value: Any) -> frozenset[str] | None:
     if len(value) > MAX_NAMES:
         raise refuse(field, f"has {len(value)} names, limit {MAX_NAMES}; list suffixes of module names")
     return frozenset(value)
+
+
+def _parameters(field: str, value: Any) -> frozenset[str]:
+    names = None if isinstance(value, str) else _names(field, value)
+    if names is None:
+        raise refuse(field, f"is {show(value)}; a list of parameter names is expected")
+    return names
 
 
 def _layers(field: str, value: Any) -> frozenset[int]:

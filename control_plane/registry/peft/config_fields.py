@@ -57,6 +57,12 @@ FIELDS = (
         "0.4",
         "the name before a layer's index; of an expression the tensors tell",
     ),
+    Field(
+        "target_parameters",
+        Use.READ,
+        "0.17",
+        "names or suffixes of the stacked parameters of experts, and of the weights of routers",
+    ),
     Field("fan_in_fan_out", Use.READ, "0.3", "either value: PEFT corrects it by the type of each module"),
     Field(
         "ensure_weight_tying",
@@ -119,13 +125,6 @@ FIELDS = (
     Field("layer_replication", Use.REFUSED, "0.10", f"it changes the base model's layers; {_MERGE}"),
     Field("loftq_config", Use.REFUSED, "0.7", _LOFTQ),
     Field("monteclora_config", Use.REFUSED, "0.20", f"MonteCLoRA is not served; {_LORA}"),
-    Field(
-        "target_parameters",
-        Use.REFUSED,
-        "0.17",
-        "adapters on parameters, such as stacked experts, are not served; train with target_modules that name linears "
-        "only",
-    ),
     Field(
         "trainable_token_indices",
         Use.REFUSED,

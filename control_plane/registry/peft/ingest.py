@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from contract.expert_names import of_all
 from contract.packed_layout import FORMAT, arena_bytes, chunk_name
 from control_plane.errors import FieldViolation
 from control_plane.registry.model.base_model import BaseModel
@@ -21,6 +23,7 @@ from control_plane.registry.model.served_modules import NOTHING_REPORTED, Module
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
 from control_plane.registry.peft.base_weights import check_base_weights
 from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, TensorSource, write_chunk
+from control_plane.registry.peft.experts.tensors import expert_tensors
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
 from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
@@ -54,7 +57,7 @@ class PackedInfo:
     max_rank: int
     size_bytes: int  # manifest and chunks
     arena_bytes: int
-    target_modules: tuple[str, ...]  # sorted
+    target_modules: tuple[str, ...]  # sorted; all experts of a layer are one (contract/expert_names.py)
     signature: SignatureVerdict | None = None  # of the files that it was packed from; None: they have none
 
 
@@ -84,19 +87,20 @@ def ingest(
             config = read_adapter_config(config_file.read(MAX_CONFIG_BYTES + 1), problems)
     if WEIGHTS_FILE not in files:
         problems.raise_all()
-    with files[WEIGHTS_FILE].open("rb") as file:
+    with files[WEIGHTS_FILE].open("rb") as file, tempfile.TemporaryFile(dir=directory) as ordered:
         with problems.collected():
             entries = _read_entries(file, targets, max_adapter_bytes)
             biases = own_biases(entries)
             bias_names = {entry.name for entry in biases.values()}
             adapters = {name: entry for name, entry in entries.items() if name not in bias_names}
-            modules = plan_modules(config, adapters, targets, problems)
+            found = expert_tensors(file, adapters, config, targets, ordered, problems, check)
+            modules = plan_modules(config, found, targets, problems)
             check_base_weights(file, modules, targets, problems)
             if config is not None:
                 modules = with_trained_biases(file, modules, biases, config, targets, problems)
         problems.raise_all()
         assert config is not None, "a configuration that cannot be read is a problem"
-        return _pack(FileSource(file), config.manifest_kind, modules, base_model, directory, check)
+        return _pack(FileSource(found.source), config.manifest_kind, modules, base_model, directory, check)
 
 
 def _check_file_names(files: Mapping[str, Path], problems: Problems) -> None:
@@ -168,7 +172,7 @@ def _pack(
         max_rank=max(plan.rank for plan in modules),
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
         arena_bytes=arena_bytes([plan.size for plan in modules], base_model.dtype),
-        target_modules=tuple(plan.name for plan in modules),
+        target_modules=tuple(dict.fromkeys(of_all(plan.name) for plan in modules)),
     )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
+# PEFT writes `.*\.name` for parameters that it joins: any path before the name, but not none.
+_ANY_PATH, _BEHIND = r".*\.", ".*."
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
 
 
@@ -52,8 +54,9 @@ class LayerChoice:
 class NamePattern(Generic[_T]):
     """`rank_pattern` and `alpha_pattern`: values by module name. The first key that fits a module counts.
 
-    Keys that are read: names and suffixes, "^full.name" for one exact module, with "$" at the end or with "\\." for a
-    dot. Every other key is an expression, which may fit any module. A look-up costs the same whatever their number.
+    Keys that are read: names and suffixes, ".*\\.name" for a suffix, "^full.name" for one exact module, with "$" at the
+    end or with "\\." for a dot. Every other key is an expression, which may fit any module. A look-up costs the same
+    whatever their number.
     """
 
     def __init__(self, entries: Iterable[tuple[str, _T]]) -> None:
@@ -68,6 +71,7 @@ class NamePattern(Generic[_T]):
                 self._first_place.setdefault(value, place)
             else:
                 self._by_name.setdefault(name, (place, value))
+        self._has_behind = any(name.startswith(_BEHIND) for name in self._by_name)
         # The values that come first among the expressions; a third one makes no difference.
         self._earliest = list(self._first_place.items())[:2]
 
@@ -85,11 +89,15 @@ class NamePattern(Generic[_T]):
 
     def _named(self, module: str, default: _T) -> tuple[int, _T]:
         """Place and value of the first name that fits; the default behind all keys."""
-        found = [entry for name in ("^" + module, *suffixes(module)) if (entry := self._by_name.get(name)) is not None]
+        names = ["^" + module, *suffixes(module)]
+        if self._has_behind:
+            names += [_BEHIND + end for end in names[2:]]
+        found = [entry for name in names if (entry := self._by_name.get(name)) is not None]
         return min(found, key=lambda entry: entry[0]) if found else (1 << 62, default)
 
 
 def _name_of(key: str) -> str | None:
     """The name that a key of a pattern stands for, "^" before it if it is exact; None for an expression."""
     name = key.replace("\\.", ".").removesuffix("$")
-    return name if is_plain(name.removeprefix("^")) else None
+    bare = name.removeprefix(_BEHIND) if key.startswith(_ANY_PATH) else name.removeprefix("^")
+    return name if is_plain(bare) else None

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from contract.packed_layout import ModuleSize
 from control_plane.errors import FieldViolation, InvalidAdapter
 from control_plane.registry.model.served_modules import ModuleKind
-from control_plane.registry.peft.adapter_config import AdapterConfig, TargetNames
+from control_plane.registry.peft.adapter_config import AdapterConfig
+from control_plane.registry.peft.experts.tensors import ExpertTensors, is_named, missing_experts
 from control_plane.registry.peft.kinds import parts_of_all_kinds
 from control_plane.registry.peft.kinds.adapter_kind import AdapterKind, Part
 from control_plane.registry.peft.problems import Problems
@@ -51,13 +52,14 @@ class ModulePlan:
 
 
 def plan_modules(
-    config: AdapterConfig | None, entries: Mapping[str, TensorEntry], targets: TargetModules, problems: Problems
+    config: AdapterConfig | None, tensors: ExpertTensors, targets: TargetModules, problems: Problems
 ) -> list[ModulePlan]:
     """What the adapter changes, ordered by name. Notes all that is wrong; then modules may be left out.
 
     config: None if it cannot be read. Then the names of the tensors are checked and nothing else.
     """
-    found, has_bad_names = _by_module(entries, targets, problems)
+    found, has_bad_names = _by_module(tensors.entries, targets, problems)
+    has_bad_names |= tensors.has_bad_names
     if config is None:
         return []
     _check_ties(config, found, targets, problems)
@@ -69,12 +71,12 @@ def plan_modules(
             continue  # the missing part may be there under one of the bad names
         with problems.collected():
             _check_parts(name, found[name], config.kind, is_embedding=is_embedding)
-            tensors = tuple((part, found[name][part.name]) for part in wanted)
-            rank, scaling = config.rank_of(name, num_rows=tensors[0][1].shape[0]), 0.0
+            packed, named = tuple((part, found[name][part.name]) for part in wanted), tensors.names.get(name, name)
+            rank, scaling = config.rank_of(named, num_rows=packed[0][1].shape[0]), 0.0
             with problems.collected():
-                scaling = config.scaling_of(name, rank)
-            plans.append(_plan_module(name, found[name], tensors, rank, scaling, targets))
-    _check_targets(config.targets, found, targets, problems, is_complete=not has_bad_names)
+                scaling = config.scaling_of(named, rank)
+            plans.append(_plan_module(name, found[name], packed, rank, scaling, targets))
+    _check_targets(config, tensors.names, found, targets, problems, is_complete=not has_bad_names)
     return plans
 
 
@@ -107,15 +109,24 @@ def _check_ties(config: AdapterConfig, found: Collection[str], targets: TargetMo
 
 
 def _check_targets(
-    names: TargetNames, found: Collection[str], targets: TargetModules, problems: Problems, *, is_complete: bool
+    config: AdapterConfig,
+    in_config: Mapping[str, str],
+    found: Mapping[str, object],
+    targets: TargetModules,
+    problems: Problems,
+    *,
+    is_complete: bool,
 ) -> None:
     """Note every difference between the modules that the configuration names and those that have tensors.
 
-    is_complete: all tensors are among those of `found`.
+    in_config: names in the configuration that differ from the base model's. is_complete: all tensors are among those of
+    `found`.
     """
-    served = targets.served
-    targeted = {name for name in served if names.may_have(name, is_linear=not targets.is_embedding_module(name))}
-    for name in sorted(set(found) - targeted):
+    names, served = config.targets, targets.served
+    linears = {name for name in served if served[name].kind not in (ModuleKind.EXPERT, ModuleKind.ROUTER)}
+    targeted = {name for name in linears if names.may_have(name, is_linear=not targets.is_embedding_module(name))}
+    in_mixtures = {name for name in found if name not in linears and is_named(name, in_config, config)}
+    for name in sorted(set(found) - targeted - in_mixtures):
         problems.add(
             FieldViolation("target_modules", f"does not name {name}, for which there are tensors; PEFT would drop them")
         )
@@ -131,6 +142,8 @@ def _check_targets(
         problems.add(
             FieldViolation(f"{name}.{part}", "is missing, target_modules names the module; save the adapter again")
         )
+    for violation in missing_experts(found, config, targets, in_config) if is_complete else ():
+        problems.add(violation)
 
 
 def _check_parts(name: str, found: Mapping[str, TensorEntry], kind: AdapterKind, *, is_embedding: bool) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from control_plane.registry.model.base_model import BaseModel
+from contract.expert_names import of_expert
+from control_plane.registry.model.base_model import ROUTER_NAMES, BaseModel
 from control_plane.registry.model.embedding_modules import EmbeddingModule, TensorsByModule, find_own
 from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule
 from control_plane.registry.peft.module_names import suffixes
@@ -21,14 +22,22 @@ class TargetModules:
     """The modules of one base model."""
 
     base_model: BaseModel
-    served: dict[str, ServedModule]  # those that take adapters
+    served: dict[str, ServedModule]  # those that take adapters; of experts each one
     reported: Modules  # by the workers, those included that take no adapters; empty: not reported
 
     @classmethod
     def of(cls, base_model: BaseModel, reported: Modules) -> TargetModules:
         """By what the workers report, or by the checkpoint where they report nothing."""
         if reported:
-            return cls(base_model, {name: module for name, module in reported.items() if not module.reason}, reported)
+            served = {
+                each: module
+                for name, module in reported.items()
+                if not module.reason
+                for each in (
+                    [of_expert(name, expert) for expert in range(module.num_experts)] if module.num_experts else [name]
+                )
+            }
+            return cls(base_model, served, reported)
         served = {
             name: ServedModule(ModuleKind.LINEAR, in_features, out_features)
             for name, (out_features, in_features) in base_model.linear_shapes.items()
@@ -41,11 +50,16 @@ class TargetModules:
 
     def is_embedding_module(self, name: str) -> bool:
         """Whether a module that takes adapters is the embedding or lm_head."""
-        return self.served[name].kind is not ModuleKind.LINEAR
+        return self.served[name].kind in (ModuleKind.HEAD, ModuleKind.EMBEDDING)
 
     def is_input_embedding(self, name: str) -> bool:
         """Whether a module that takes adapters is the embedding."""
         return self.served[name].kind is ModuleKind.EMBEDDING
+
+    @cached_property
+    def experts(self) -> Modules:
+        """The products of experts that take adapters, by names that stand for all experts of a layer."""
+        return {name: module for name, module in self.reported.items() if module.num_experts and not module.reason}
 
     def own(self, name: str) -> EmbeddingModule | None:
         """The checkpoint's tensors of the head or the embedding; None for other modules, or if they are not found."""
@@ -95,6 +109,8 @@ class TargetModules:
         if self.reported:
             return f"the base model has no module {name}; {CHECK_BASE}"
         tail = _tail(name)
+        if ".experts" in name or tail.rpartition(".")[2] in ROUTER_NAMES:
+            return f"whether {name} takes adapters only a worker can tell: start one, then register the adapter again"
         if tail and tail in self._tails:
             return (
                 f"the base model has {tail} in its layers, and whether as {name} only a worker can tell: start one, "

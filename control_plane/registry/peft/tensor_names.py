@@ -33,7 +33,6 @@ _OTHER_KINDS = {
     "score": _OTHER_TASK,
     "classifier": _OTHER_TASK,
     "qa_outputs": _OTHER_TASK,
-    "experts": "belongs to an expert of a mixture, and adapters on experts are not served; train without them",
 }
 # Parts that wrappers of a model put into names.
 _WRAPPERS = {

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
+from data_plane.adapters.step.expert_rows import TokenSlots
 from data_plane.adapters.step.lora_step import LoraStep, ModuleNeeds, ShrunkRows
 from data_plane.errors import StaleSlot
 from data_plane.plan import TargetKind
@@ -70,7 +71,8 @@ class AdapterSteps:
             segments = segments_on_host(token_slots, self._num_slots)
         else:
             segments = adapter_segments(torch.from_numpy(token_slots).to(self._device), self._num_slots)
-        return LoraStep(self._arena.groups, self._table, needs, segments, self._shrunk)
+        slots = TokenSlots(token_slots, self._num_slots, self._device, is_host=self._segments_on_host)
+        return LoraStep(self._arena.groups, self._table, needs, segments, self._shrunk, slots)
 
     def _needs_of(self, slots: npt.NDArray[np.intp]) -> ModuleNeeds:
         key = (self._table.version, slots.tobytes())

@@ -10,6 +10,7 @@ import torch
 
 from data_plane.adapters.arena.module_groups import ModuleGroups, TableGroup
 from data_plane.adapters.arena.slots import SlotTable
+from data_plane.adapters.step.expert_rows import ExpertRows, TokenSlots
 from kernels.lora import AdapterSegments, Epilogue, add_lora_group, lora_embed, lora_expand
 from kernels.lora.native import LoraTokens, lora_tokens
 
@@ -50,7 +51,13 @@ class LoraStep:
     """
 
     def __init__(
-        self, groups: ModuleGroups, table: SlotTable, needs: ModuleNeeds, segments: AdapterSegments, shrunk: ShrunkRows
+        self,
+        groups: ModuleGroups,
+        table: SlotTable,
+        needs: ModuleNeeds,
+        segments: AdapterSegments,
+        shrunk: ShrunkRows,
+        token_slots: TokenSlots,
     ) -> None:
         self._groups = groups
         self._table = table
@@ -58,6 +65,7 @@ class LoraStep:
         self._needs = needs
         self._segments = segments
         self._shrunk = shrunk
+        self._token_slots = token_slots
 
     def targets(self, target_name: str) -> bool:
         """Whether an adapter of the step targets the module."""
@@ -95,6 +103,20 @@ class LoraStep:
             if multiplier != 1.0:
                 h.mul_(multiplier)
             lora_expand(h, group.modules, y, self._segments, epilogue=epilogue)
+
+    def expert_rows(
+        self, target_names: tuple[str, ...], expert_ids: torch.Tensor, tokens: torch.Tensor
+    ) -> ExpertRows | None:
+        """What is added inside a layer's experts, or None if no adapter of the step targets one of the modules.
+
+        Row i is token tokens[i] in expert expert_ids[i], both int64 [rows]. The names stand for all experts.
+        """
+        self._check_valid()
+        groups = [self._groups.of_experts((name,)) for name in target_names]
+        if not any(self._needs.max_rank[group.rows].any() for group in groups):
+            return None
+        num_experts = groups[0].modules.num_slots // self._table.num_slots
+        return ExpertRows(self._groups, self._needs_of, self._token_slots.segments(expert_ids, tokens, num_experts))
 
     def native_tokens(self, num_modules: int) -> LoraTokens:
         """Which token has which adapter, for native ops over groups of up to num_modules modules.

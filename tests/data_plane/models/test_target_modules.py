@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from data_plane.models.mixtures.adapters import mixture_targets
 from data_plane.models.model_probe import probe_model
 from data_plane.plan import TargetKind, TargetModule
 from tests.data_plane.models.models import MAX_STEP_TOKENS, make_model
@@ -32,12 +35,54 @@ def test_every_linear_the_head_and_the_embedding_are_reported_with_their_sizes()
     assert len(found) == 2 * 7 + 2
 
 
-def test_experts_and_routers_say_why_they_take_none() -> None:
+def test_experts_and_routers_take_adapters() -> None:
+    """Every product of every expert, under one name for all experts of a layer."""
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     found = targets("qwen3_moe", **moe)
-    assert "stacked parameters" in found["model.layers.0.mlp.experts"].reason
-    assert "is not a linear layer" in found["model.layers.0.mlp.gate"].reason
-    assert not found["model.layers.0.self_attn.q_proj"].reason
+    experts = "model.layers.0.mlp.experts.*"
+    assert found[f"{experts}.down_proj"] == TargetModule(
+        f"{experts}.down_proj", TargetKind.EXPERT, in_features=16, out_features=32, num_experts=4
+    )
+    assert found["model.layers.0.mlp.gate"] == TargetModule(
+        "model.layers.0.mlp.gate", TargetKind.ROUTER, in_features=32, out_features=4
+    )
+    assert not found[f"{experts}.gate_proj"].reason and not found[f"{experts}.up_proj"].reason
+    assert "model.layers.0.mlp.experts" not in found
+
+
+class OtherExperts(Qwen3MoeExperts):
+    """Experts that add what they read: not what stacked gated experts compute."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, top_k_index, top_k_weights) + hidden_states
+
+
+def test_experts_that_compute_something_else_take_none() -> None:
+    config = AutoConfig.for_model("qwen3_moe", hidden_size=32, num_experts=4, moe_intermediate_size=16)
+    config._experts_implementation = "grouped_mm"
+    for kind, takes_adapters in ((Qwen3MoeExperts, True), (OtherExperts, False)):
+        experts = kind(config)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter)
+        assert bool(mixture_targets(experts, "experts", reason="")) is takes_adapters
+
+
+class SquaredRouter(nn.Module):
+    """A router whose weight takes part in more than a product of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) + self.weight.sum()
+
+
+def test_a_router_that_uses_its_weight_twice_takes_none() -> None:
+    router = SquaredRouter()
+    (found,) = mixture_targets(router, "gate", reason="") or []
+    assert "for more than one product" in found.reason
+    assert type(router.weight) is nn.Parameter
 
 
 def test_a_router_that_derives_from_a_linear_takes_none() -> None:

@@ -87,7 +87,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("target_modules", ["q_proj", "../v_proj"]),
     ("target_modules", ["q_proj", "v_proj", "lm_head"]),
     ("target_modules", ["q_proj"]),
-    ("target_parameters", ["experts.gate_up_proj"]),
+    ("target_parameters", "experts.gate_up_proj"),
+    ("target_parameters", [1]),
     ("task_type", "TEXT"),
     ("task_type", 1),
     ("trainable_token_indices", [1]),
@@ -265,7 +266,7 @@ OTHER_NAMES = [
     ),
     (
         "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight",
-        "belongs to an expert of a mixture, and adapters on experts are not served; train without them",
+        "whether model.layers.0.mlp.experts takes adapters only a worker can tell: start one, then register the",
     ),
     (f"{PREFIX}.base_layer.lora_A.weight", "belongs to LoRA on stacked parameters"),
     ("base_model.model.score.weight", "belongs to the head of another task, and Motet generates text only; save the"),

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from contract.expert_names import of_expert
 from control_plane.errors import InvalidAdapter
 from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE
@@ -31,7 +32,7 @@ from tests.control_plane.registry.rig import base_model, pack, with_header
 
 CORPUS = Path(__file__).parent / "corpus"
 VERSIONS: dict[str, dict[str, Any]] = json.loads((CORPUS / "peft_versions.json").read_text("utf-8"))
-HIDDEN, KV, FFN, VOCAB = 16, 8, 32, 40
+HIDDEN, KV, FFN, VOCAB, EXPERTS = 16, 8, 32, 40, 4
 _ATTENTION = {"q_proj": (HIDDEN, HIDDEN), "k_proj": (HIDDEN, KV), "v_proj": (HIDDEN, KV), "o_proj": (HIDDEN, HIDDEN)}
 _GATED = {"gate_proj": (HIDDEN, FFN), "up_proj": (HIDDEN, FFN), "down_proj": (FFN, HIDDEN)}
 _LLAMA = {f"self_attn.{name}": size for name, size in _ATTENTION.items()} | {f"mlp.{n}": s for n, s in _GATED.items()}
@@ -89,7 +90,10 @@ def modules_of(model: str) -> Modules:
     }
     if model == "qwen3_moe":
         for layer in range(2):
-            found[f"{layers}.{layer}.mlp.gate"] = ServedModule(ModuleKind.LINEAR, HIDDEN, 4, "it is a router")
+            found[f"{layers}.{layer}.mlp.gate"] = ServedModule(ModuleKind.ROUTER, HIDDEN, EXPERTS)
+            for part, sides in (("gate", (HIDDEN, FFN)), ("up", (HIDDEN, FFN)), ("down", (FFN, HIDDEN))):
+                name = f"{layers}.{layer}.mlp.experts.*.{part}_proj"
+                found[name] = ServedModule(ModuleKind.EXPERT, *sides, num_experts=EXPERTS)
     found[embedding] = ServedModule(ModuleKind.EMBEDDING, VOCAB, HIDDEN)
     found["lm_head"] = ServedModule(ModuleKind.HEAD, HIDDEN, VOCAB)
     return found
@@ -113,7 +117,10 @@ def weights(config: dict[str, Any], model: Modules, spec: dict[str, Any]) -> byt
     content: dict[str, np.ndarray[Any, Any]] = {}
     part = spec.get("parts", "dora" if config.get("use_dora") else "bias" if config.get("lora_bias") else "")
     names = spec.get("on", config["target_modules"])
-    for name, module in model.items():
+    if "fused" in spec:  # the rank of its tensors
+        content |= fused(config["target_parameters"], model, spec["fused"], generator)
+    each = {expert: module for name, module in model.items() for expert in experts_of(name, module, spec)}
+    for name, module in each.items():
         is_adapted = not module.reason and any(name == on or name.endswith("." + on) for on in names)
         if not is_adapted or (not any(f".{layer}." in name for layer in spec.get("layers", [""])) and "layers" in spec):
             continue
@@ -139,6 +146,29 @@ def weights(config: dict[str, Any], model: Modules, spec: dict[str, Any]) -> byt
         content[name] = generator.standard_normal(shape)
     kept = {name: values for name, values in content.items() if spec.get("drop", "\0") not in name}
     return safetensors_file(kept, spec.get("dtype", "F32"))
+
+
+def experts_of(name: str, module: ServedModule, spec: dict[str, Any]) -> list[str]:
+    """The modules that tensors are written for one by one: those of experts where the case says so."""
+    if not module.num_experts:
+        return [name]
+    return [of_expert(name, expert) for expert in range(module.num_experts)] if spec.get("experts") else []
+
+
+def fused(
+    parameters: list[str], model: Modules, rank: int, generator: np.random.Generator
+) -> dict[str, np.ndarray[Any, Any]]:
+    """What PEFT writes for stacked parameters of experts."""
+    content: dict[str, np.ndarray[Any, Any]] = {}
+    rows = EXPERTS * rank
+    for layer in range(2):
+        has = [part for part in ("gate_up_proj", "down_proj") if any(name.endswith(part) for name in parameters)]
+        for part, level in zip(has, ("base_layer.", "")[2 - len(has) :], strict=True):
+            sides = (HIDDEN, 2 * FFN) if part == "gate_up_proj" else (FFN, HIDDEN)
+            prefix = f"base_model.model.model.layers.{layer}.mlp.experts.{level}lora_"
+            content[prefix + "A.weight"] = generator.standard_normal((rows, sides[0]))
+            content[prefix + "B.weight"] = generator.standard_normal((sides[1], rows))
+    return content
 
 
 def safetensors_file(content: dict[str, np.ndarray[Any, Any]], dtype: str) -> bytes:

@@ -1,0 +1,1 @@
+"""Experts and routers in adapters: their names in every version, and their tensors in one form."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: which of their parts take adapters, and how these are put in."""
