@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TypeVar
 
 from contract.ids import is_digest
@@ -30,7 +30,10 @@ from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 128  # calls that wait for a thread; how many run is the threads' affair
+_FIRST = 32  # items that are read to learn how far away the storage is
+_FAR_S = 0.002  # an item of a local directory takes 0.1 ms, one of an object store 5 to 50 ms
+_FAR_AT_ONCE, _FAR_SIZE = 32, 16
+_NEAR_AT_ONCE, _NEAR_SIZE = 2, 256
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
@@ -168,10 +171,36 @@ async def _blobs_in_order(
 
 
 async def _each(calls: StoreCalls, read: Callable[[_Item], _T], items: Iterable[_Item]) -> dict[_Item, _T]:
-    """What `read` gives for each item, many at a time, in the order of the items."""
+    """What `read` gives for each item, many at a time, in the order of the items.
+
+    A storage that responds at once is read by few threads, many items at a call: more would wait for each other. One
+    that is far away is read by many threads.
+    """
+    all_items = list(items)
     found: dict[_Item, _T] = {}
-    remaining = iter(items)
-    while batch := list(islice(remaining, _AT_ONCE)):
-        results = await asyncio.gather(*(calls.read(read, item) for item in batch))
-        found.update(zip(batch, results, strict=True))
+    first = await asyncio.gather(*(calls.read(_timed, read, item) for item in all_items[:_FIRST]))
+    found.update(zip(all_items, (result for result, _ in first), strict=False))
+    is_far = min((took_s for _, took_s in first), default=0.0) > _FAR_S
+    at_once, size = (_FAR_AT_ONCE, _FAR_SIZE) if is_far else (_NEAR_AT_ONCE, _NEAR_SIZE)
+    batches = iter([all_items[start : start + size] for start in range(_FIRST, len(all_items), size)])
+
+    async def read_on() -> None:
+        for batch in batches:
+            found.update(zip(batch, await calls.read(_results_of, read, batch), strict=True))
+
+    # Every result has its place before it comes, so that the order is that of the items.
+    found = dict.fromkeys(all_items) | found  # type: ignore[assignment]
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(read_on())
     return found
+
+
+def _timed(read: Callable[[_Item], _T], item: _Item) -> tuple[_T, float]:
+    """What `read` gives, and the seconds that it took."""
+    started_s = time.perf_counter()
+    return read(item), time.perf_counter() - started_s
+
+
+def _results_of(read: Callable[[_Item], _T], items: Sequence[_Item]) -> list[_T]:
+    return [read(item) for item in items]
