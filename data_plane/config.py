@@ -102,6 +102,13 @@ class WorkerConfig:
         shown_default="the model's, at most what the KV blocks hold",
         lowest=2,
     )
+    max_adapter_model_len: int | None = setting(
+        "longest context of adapters that were trained with a rotary embedding of their own",
+        None,
+        unit="tokens",
+        shown_default="--max-model-len",
+        lowest=2,
+    )
     threads: int | None = setting(
         "compute threads",
         None,

@@ -149,6 +149,12 @@ class Capacities:
     vocab_size: int  # tokens
     num_host_blocks: int = 0  # KV blocks in host memory; 0: it does not swap
     target_modules: tuple[TargetModule, ...] = ()  # in the model's order; empty: not reported
+    max_adapter_model_len: int = 0  # tokens, of adapters that rotate by tables of their own; 0: max_model_len
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a row may have."""
+        return max(self.max_model_len, self.max_adapter_model_len)
 
 
 class AdapterSource(Protocol):

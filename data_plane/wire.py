@@ -102,6 +102,7 @@ def encode_hello(capacities: Capacities, worker_id: str, last_epoch: int = 0) ->
             arena_bytes=capacities.arena_bytes,
             num_slots=capacities.num_slots,
             max_model_len=capacities.max_model_len,
+            max_adapter_model_len=capacities.max_adapter_model_len,
             vocab_size=capacities.vocab_size,
             parallel=plan_pb2.ParallelLayout(tensor=1, pipeline=1),
             num_host_blocks=capacities.num_host_blocks,

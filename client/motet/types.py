@@ -236,6 +236,7 @@ class AdapterVersion:
     number: int = 0  # counts the versions of the name from 1; 0: the server does not number them
     signature: VersionSignature | None = None  # None: the files had none, or the server trusts no signers
     version_labels: tuple[str, ...] = ()  # that point to it; filled by versions() only
+    context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,6 +213,7 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         number=message.number,
         signature=_signature_from(message.signature) if message.HasField("signature") else None,
         version_labels=tuple(message.version_labels),
+        context_length=message.context_length,
     )
 
 

@@ -77,6 +77,7 @@ def version_message(
         size_bytes=version.size_bytes,
         create_time=timestamp(version.create_time_s),
         number=version.number,
+        context_length=version.context_length,
         signature=None if version.signature is None else _signature_message(version.signature),
         version_labels=labels,
     )

@@ -102,7 +102,9 @@ class Catalog:
             version = version_of(record, digest or record.active_digest)
         if is_exact and (error := self.servability_error(version)):
             raise error
-        return ResolvedAdapter(adapter_id, version, AdapterRef(version.digest, version.arena_bytes))
+        return ResolvedAdapter(
+            adapter_id, version, AdapterRef(version.digest, version.arena_bytes, version.context_length)
+        )
 
     def get(self, adapter_id: str, caller: Caller) -> AdapterRecord:
         """The record of a name that the caller sees. Raises AdapterNotFound, which suggests the nearest such names."""

@@ -102,6 +102,7 @@ def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: floa
         size_bytes=packed.size_bytes,
         arena_bytes=packed.arena_bytes,
         target_modules=packed.target_modules,
+        context_length=packed.context_length,
         create_time_s=now_s,
         base_fingerprint=base_model.fingerprint,
         number=number,

@@ -49,6 +49,7 @@ class AdapterVersion:
     base_fingerprint: str = ""  # base checkpoint it was checked against
     number: int = 0  # counts up from 1 with the versions of the name; never given twice while the name exists
     signature: SignatureVerdict | None = None  # of the files that it was registered from; None: they had none
+    context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,8 @@ def encode_record(record: AdapterRecord) -> bytes:
 def encode_version(version: AdapterVersion) -> bytes:
     """The stored document of a version."""
     document = asdict(version) | {"format": _VERSION_FORMAT}
+    if not version.context_length:
+        del document["context_length"]
     if version.signature is None:  # as documents were before there were signatures
         del document["signature"]
     else:

@@ -37,12 +37,12 @@ def check_fits(request: Request, limits: WorkerLimits) -> None:
     assert live and all(len(c.token_ids) < request.max_tokens for c in live), f"request {request.request_id} is over"
     num_sequences = len(live) if request.beam is None else request.beam.width
     num_blocks = _most_blocks(num_prompt, num_prompt + request.max_tokens - 1, num_sequences, limits.block_size)
-    if num_prompt + request.max_tokens > limits.max_model_len:
+    context = limits.context_of(request.adapter)
+    if num_prompt + request.max_tokens > context:
         raise ContextNeverFits(
             num_blocks,
             limits.num_blocks,
-            f"together they exceed the worker's context of {limits.max_model_len} tokens; shorten the prompt or lower "
-            "max_tokens",
+            f"together they exceed the worker's context of {context} tokens; shorten the prompt or lower max_tokens",
         )
     num_computed = num_prompt + request.max_tokens
     num_bytes = TOKEN_BYTES * num_computed + BLOCK_BYTES * -(-num_computed // limits.block_size)

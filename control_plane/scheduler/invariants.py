@@ -231,7 +231,7 @@ def _check_row(worker: WorkerState, row: Row) -> None:
         assert row.num_planned <= len(row.block_ids) * limits.block_size, "tokens are planned without a block"
         most = 1 if is_reserved else max(row.prefill_end, row.num_planned)
         assert len(row.block_ids) == -(-most // limits.block_size), "a request holds blocks that it does not need"
-    assert sequence.num_known <= limits.max_model_len, "a request outgrew the context"
+    assert sequence.num_known <= limits.context_of(sequence.request.adapter), "a request outgrew the context"
     assert len(sequence.generated) <= sequence.max_generated, "a request has more tokens than requested"
     is_planned = row.num_planned >= row.prefill_end and not is_reserved
     assert row.is_decoding == is_planned, "a row decodes before its prefill's end"

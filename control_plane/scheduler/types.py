@@ -33,6 +33,7 @@ class AdapterRef:
 
     digest: str  # 64 lower-case hexadecimal digits
     arena_bytes: int  # what it takes of a worker's arena, page rounding included
+    context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
 
 
 class SlotRef(NamedTuple):
@@ -131,6 +132,13 @@ class WorkerLimits:
     max_model_len: int  # longest context, tokens
     plan_depth: int = 2  # plans in flight at once
     num_host_blocks: int = 0  # KV blocks in host memory; 0: the worker does not swap
+    max_adapter_model_len: int = 0  # longest context of long-context adapters, tokens; 0: max_model_len
+
+    def context_of(self, adapter: AdapterRef | None) -> int:
+        """Longest context of a request with this adapter, tokens."""
+        if adapter is None or not adapter.context_length:
+            return self.max_model_len
+        return min(adapter.context_length, max(self.max_model_len, self.max_adapter_model_len))
 
 
 # ---- plans: scheduler -> worker ----

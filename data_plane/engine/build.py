@@ -66,6 +66,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
             device=device,
             base=loaded.base_weights(),
             base_fingerprint=fingerprint,
+            rotary=loaded.rotary,
         )
     except RuntimeError as error:  # torch has no narrower one for a failed allocation
         raise ConfigError(
@@ -104,6 +105,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         max_model_len=model_length(config.max_model_len, loaded.context_limit, num_blocks, config.block_size),
         vocab_size=loaded.probe.vocab_size,
         num_host_blocks=num_host_blocks,
+        max_adapter_model_len=_adapter_length(config, num_blocks),
         target_modules=tuple(loaded.probe.targets),
     )
     engine = TorchEngine(loaded, cache, arena, capacities, host_blocks)
@@ -141,6 +143,7 @@ def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
             device,
             max_step_tokens=config.step_tokens(device.type),
             max_model_len=config.max_model_len,
+            max_adapter_model_len=config.max_adapter_model_len,
             kv_tokens=kv_tokens,
         )
     time_s = time.perf_counter() - started_s
@@ -203,7 +206,7 @@ def _check_arena(arena: AdapterArena, arena_bytes: int) -> None:
 
 def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device, bytes_per_block: int) -> int:
     """Blocks if --num-blocks is not given: what fits, at most what all rows of the longest context can use."""
-    length = config.max_model_len or loaded.context_limit
+    length = max(config.max_model_len or loaded.context_limit, config.max_adapter_model_len or 0)
     return fitting_blocks(
         bytes_per_block,
         arena_bytes=config.arena_bytes,
@@ -211,6 +214,19 @@ def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device,
         device=device,
         most=min(config.max_rows * -(-length // config.block_size), MAX_BLOCKS),
     )
+
+
+def _adapter_length(config: WorkerConfig, num_blocks: int) -> int:
+    """Longest context of adapters with a rotary embedding of their own; 0: that of all requests."""
+    length, held = config.max_adapter_model_len, num_blocks * config.block_size
+    if length is None:
+        return 0
+    if length > held:
+        raise ConfigError(
+            f"--max-adapter-model-len: {length} is above the {held} tokens of {num_blocks} KV blocks; raise "
+            "--num-blocks"
+        )
+    return length
 
 
 def _num_host_blocks(config: WorkerConfig, bytes_per_block: int) -> int:

@@ -69,7 +69,7 @@ class TorchEngine:
         self._host_blocks = host_blocks
         self._rows = Rows(
             max_rows=capacities.max_rows,
-            max_blocks=-(-capacities.max_model_len // capacities.block_size),
+            max_blocks=-(-capacities.longest_row // capacities.block_size),
             num_blocks=capacities.num_blocks,
             num_host_blocks=capacities.num_host_blocks,
             block_size=capacities.block_size,

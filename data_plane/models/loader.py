@@ -30,6 +30,7 @@ from data_plane.models.limits import context_limit
 from data_plane.models.mixtures.adapters import add_adapters
 from data_plane.models.model_probe import ModelProbe, probe_model
 from data_plane.models.probe import PROBE_NAME, Recorder, register_probe
+from data_plane.models.slot_rotary import SlotRotary, replace_rotary, rotary_of
 from data_plane.models.stacking import StackedLayers, stack_layers
 from data_plane.plan import TargetKind, TargetModule
 
@@ -50,6 +51,7 @@ class LoadedModel:
     context_limit: int  # tokens that the model computes
     dtype: torch.dtype
     stacked: StackedLayers | None = None  # on a CPU, where all layers are of the fused shape
+    rotary: SlotRotary | None = None  # None: the model has no rotary embedding for all its layers
 
     def targets(self) -> list[TargetModule]:
         """Where adapters may add, in the order of the layers."""
@@ -144,17 +146,20 @@ def load_model(
     *,
     max_step_tokens: int,
     max_model_len: int | None = None,
+    max_adapter_model_len: int | None = None,
     kv_tokens: int | None = None,
 ) -> LoadedModel:
     """The checkpoint in `model_dir`, ready for its KV cache. Raises ConfigError, UnsupportedModel among them.
 
     dtype "auto" is the checkpoint's own. The model is checked for the longest context that can be served, which is the
-    least of its own limit, max_model_len and kv_tokens (the KV cache's tokens), and for steps of up to max_step_tokens.
+    least of its own limit, max_model_len and kv_tokens (the KV cache's tokens), or for max_adapter_model_len if that is
+    more, and for steps of up to max_step_tokens.
     Only safetensors are read and no code of the checkpoint is run.
     """
     config = _read_config(model_dir)
     limit = context_limit(config, max_model_len)
     length = min((n for n in (limit, max_model_len, kv_tokens) if n is not None), default=_UNNAMED_LENGTH)
+    served_length = max(length, max_adapter_model_len or 0)
     torch_dtype = resolve_dtype(config, dtype)
     if device.type == "cpu" and torch_dtype == torch.bfloat16 and not _has_bfloat16():
         # Measured on a CPU with AVX-512 only: 20 to 25 GFLOP/s of a core for products of 32 tokens, 63 to 77 in
@@ -167,10 +172,12 @@ def load_model(
         raise UnsupportedModel(f"model type {config.model_type}: ALiBi attention is not served")
     model = _read_weights(model_dir, config, torch_dtype).to(device).eval()  # type: ignore[arg-type]  # HF's stubs
     model.requires_grad_(False)
+    if max_adapter_model_len is not None and rotary_of(model) is None:
+        raise ConfigError("--max-adapter-model-len: this model has no rotary embedding that adapters could scale")
     replace_transposed(model)
     began_s = time.perf_counter()
     try:
-        probe = probe_model(model, length, max_step_tokens)
+        probe = probe_model(model, served_length, max_step_tokens)
     except ConfigError:
         raise
     except torch.OutOfMemoryError as error:
@@ -184,7 +191,7 @@ def load_model(
         ) from error
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache may use the memory of the passes
-    logger.info("model probed max_model_len=%d time_s=%.1f", length, time.perf_counter() - began_s)
+    logger.info("model probed max_model_len=%d time_s=%.1f", served_length, time.perf_counter() - began_s)
     if limit is None and max_model_len is None:
         raise ConfigError(
             f"config.json of model type {config.model_type} names no longest context ({', '.join(LENGTH_KEYS)}); give "
@@ -199,6 +206,7 @@ def load_model(
     add_adapters(model, fused.router_names, fused.expert_names, context)
     _replace_head(model, probe, context)
     _replace_embedding(model, probe, context)
+    rotary = replace_rotary(model, context)
     stacked = stack_layers(model, fused, context) if device.type == "cpu" else None
     logger.info(
         "model loaded type=%s dtype=%s device=%s layers=%d linears=%d",
@@ -208,7 +216,7 @@ def load_model(
         len(probe.attention_layers),
         len(probe.linear_names),
     )
-    return LoadedModel(model, fused, context, limit or length, torch_dtype, stacked)
+    return LoadedModel(model, fused, context, limit or length, torch_dtype, stacked, rotary)
 
 
 def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:

@@ -239,6 +239,8 @@ def _get(arguments: argparse.Namespace) -> int:
             ("modules", str(len(version.target_modules))),
             ("signed by", _signer(version)),
         ]
+        if version.context_length:
+            lines.append(("context", f"{version.context_length} tokens, with a rotary embedding of its own"))
     for name, value in lines:
         print(f"{name + ':':14}{value}".rstrip())
     return exits.OK

@@ -17,6 +17,7 @@ from typing import Any
 import grpc.aio
 from motet.v1 import generation_pb2, generation_pb2_grpc
 
+from contract.rope_scaling import MAX_CONTEXT
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation.generation_record import GenerationRecord
 from control_plane.api.generation.preconditions import require_model, require_prompt
@@ -90,9 +91,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._draw_seed = draw_seed
         self._draw_request_id = draw_request_id
 
-    def _max_model_len(self) -> int:
-        """Longest context that workers compute at present, tokens."""
-        length = self._served.max_model_len
+    def _max_model_len(self, context_length: int) -> int:
+        """Longest context that workers compute at present for adapters that were trained for so many tokens, tokens."""
+        length = self._served.context_of(context_length)
         if length is None:
             raise NoWorker("no worker has attached yet, so the longest context is not known; try again in a moment")
         return length
@@ -106,11 +107,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._gate.check()
         caller = current_caller()
         account = self._fleet.account_of(caller.tenant, caller.host, is_authenticated=caller.principal.is_authenticated)
-        max_model_len = self._max_model_len()
         checked = check_request(
             message,
             vocab_size=self._model.vocab_size,
-            max_model_len=max_model_len,
+            max_model_len=self._max_model_len(MAX_CONTEXT),
             draw_seed=self._draw_seed,
         )
         stop_token_ids = effective_stop_token_ids(checked, self._model.eos_token_ids, self._model.vocab_size)
@@ -118,6 +118,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             self._codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
         resolved = self._resolved(checked, key := checked.routing_key or secrets.token_hex(8))
+        max_model_len = self._max_model_len(0 if resolved is None else resolved.ref.context_length)
         render_time_s = self._render_time_s(checked)
         prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len)
         if resolved is not None:

@@ -24,6 +24,7 @@ BOUNDS = {
     "arena_bytes": (0, 1 << 50),
     "num_slots": (1, MAX_SLOTS),
     "max_model_len": (2, _INT32_MAX),
+    "max_adapter_model_len": (0, _INT32_MAX),
     "vocab_size": (1, _INT32_MAX),
     "num_host_blocks": (0, MAX_HOST_BLOCKS),
 }

@@ -34,7 +34,8 @@ _KINDS = {
 def report_of(hello: plan_pb2.Hello) -> WorkerReport:
     """What a checked Hello says that the worker serves. Workers of one model share the modules."""
     reported = plan_pb2.Hello(target_modules=hello.target_modules)
-    return WorkerReport(hello.max_model_len, _modules_of(reported.SerializeToString(deterministic=True)))
+    modules = _modules_of(reported.SerializeToString(deterministic=True))
+    return WorkerReport(hello.max_model_len, modules, max(hello.max_model_len, hello.max_adapter_model_len))
 
 
 def check_targets(hello: plan_pb2.Hello) -> list[FieldViolation]:

@@ -211,6 +211,7 @@ def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
         max_model_len=hello.max_model_len,
         plan_depth=plan_depth,
         num_host_blocks=hello.num_host_blocks,
+        max_adapter_model_len=hello.max_adapter_model_len,
     )
 
 

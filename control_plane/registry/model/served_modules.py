@@ -47,6 +47,7 @@ class WorkerReport:
 
     max_model_len: int  # tokens
     modules: Modules = field(default_factory=lambda: NOTHING_REPORTED)  # empty: not reported
+    max_adapter_model_len: int = 0  # of long-context adapters, tokens; 0: max_model_len
 
 
 def joined(reports: Iterable[WorkerReport]) -> WorkerReport | None:
@@ -63,7 +64,11 @@ def joined(reports: Iterable[WorkerReport]) -> WorkerReport | None:
             continue
         taken = {name: module for name, module in report.modules.items() if not module.reason or name not in modules}
         modules = {**modules, **taken} if report.modules else {}
-    return WorkerReport(max(report.max_model_len for report in known), modules)
+    return WorkerReport(
+        max(report.max_model_len for report in known),
+        modules,
+        max(report.max_adapter_model_len for report in known),
+    )
 
 
 def encode_report(report: WorkerReport) -> bytes:
@@ -78,7 +83,12 @@ def encode_report(report: WorkerReport) -> bytes:
         ]
         for name, module in report.modules.items()
     }
-    document = {"format": _FORMAT, "max_model_len": report.max_model_len, "modules": modules}
+    document = {
+        "format": _FORMAT,
+        "max_model_len": report.max_model_len,
+        "max_adapter_model_len": report.max_adapter_model_len,
+        "modules": modules,
+    }
     return json.dumps(document, separators=(",", ":")).encode()
 
 
@@ -89,7 +99,8 @@ def decode_report(raw: bytes) -> WorkerReport:
         if document["format"] != _FORMAT:
             raise ValueError("written by another version")
         modules = {str(name): _decode_module(*fields) for name, fields in document["modules"].items()}
-        return WorkerReport(int(document["max_model_len"]), modules)
+        longest = int(document.get("max_adapter_model_len", 0))
+        return WorkerReport(int(document["max_model_len"]), modules, longest)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("fields are missing or of the wrong type") from error
 

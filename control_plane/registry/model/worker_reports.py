@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from contract.expert_names import of_all
@@ -47,6 +48,13 @@ class WorkerReports:
         known = [length for length in (reported, self._limit) if length is not None]
         return min(known, default=None)
 
+    def context_of(self, context_length: int) -> int | None:
+        """`max_model_len` for an adapter whose own rotary embedding was trained for so many tokens; 0: it has none."""
+        length = self.max_model_len
+        if not context_length or length is None or self._report is None:
+            return length
+        return min(context_length, max(length, self._report.max_adapter_model_len))
+
     def module_error(self, names: Iterable[str]) -> str:
         """Why an adapter on these modules cannot be served; empty if it can, or if nothing is known."""
         modules = self.modules
@@ -66,7 +74,7 @@ class WorkerReports:
         if report is None or report == self._report:
             return
         if not report.modules:
-            report = WorkerReport(report.max_model_len, self.modules)
+            report = replace(report, modules=self.modules)
         if report.modules != self.modules:
             self.changes += 1
         self._report = report

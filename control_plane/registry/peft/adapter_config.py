@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from control_plane.errors import FieldViolation, InvalidAdapter
 from control_plane.registry.peft.config_fields import check_fields, show
+from control_plane.registry.peft.fields.long_context import FIELDS as ROPE_FIELDS
 from control_plane.registry.peft.kinds import FLAGS, kind_with
 from control_plane.registry.peft.kinds.adapter_kind import AdapterKind
 from control_plane.registry.peft.module_names import LayerChoice, NamePattern, is_plain, suffixes
@@ -41,6 +42,7 @@ class AdapterConfig:
     target_parameters: frozenset[str]  # names or suffixes of parameters, such as the stacked ones of experts
     trains_biases: bool  # biases of the base model were trained too
     ties_weights: bool  # adapters of embedding and head are one, where the base model ties these two
+    rope: Mapping[str, Any]  # what fields/long_context.py reads
 
     @property
     def manifest_kind(self) -> str:
@@ -139,6 +141,7 @@ class _Reader:
             target_parameters=self._value("target_parameters", _parameters, frozenset()),
             trains_biases=self._config.get("bias") not in (None, "none"),
             ties_weights=self._value("ensure_weight_tying", _flag, False),
+            rope={name: self._config.get(name) for name in ROPE_FIELDS},
         )
         return config if self._is_whole else None
 

@@ -94,6 +94,12 @@ FIELDS = (
         "0.3",
         "`classifier`, `score` and `qa_outputs`, which PEFT adds for some tasks",
     ),
+    # Long contexts.
+    Field(
+        "rope_scaling", Use.READ, "transformers", "rotations of the adapter's own: linear, yarn, llama3, another base"
+    ),
+    Field("rope_parameters", Use.READ, "transformers", "as rope_scaling"),
+    Field("context_length", Use.READ, "vLLM", "tokens that the adapter was trained for; alone: linear scaling to them"),
     # These change nothing.
     Field("auto_mapping", Use.IGNORED, "0.4", "classes for PEFT's automatic loading; never followed"),
     Field("base_model_name_or_path", Use.IGNORED, "0.3", "never followed; the base is known by its fingerprint"),

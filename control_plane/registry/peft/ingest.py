@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from contract.expert_names import of_all
 from contract.packed_layout import FORMAT, arena_bytes, chunk_name
+from contract.rope_scaling import RopeScaling
 from control_plane.errors import FieldViolation
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
@@ -24,6 +25,7 @@ from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_ad
 from control_plane.registry.peft.base_weights import check_base_weights
 from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, TensorSource, write_chunk
 from control_plane.registry.peft.experts.tensors import expert_tensors
+from control_plane.registry.peft.fields.long_context import read_rope
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
 from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
@@ -59,6 +61,7 @@ class PackedInfo:
     arena_bytes: int
     target_modules: tuple[str, ...]  # sorted; all experts of a layer are one (contract/expert_names.py)
     signature: SignatureVerdict | None = None  # of the files that it was packed from; None: they have none
+    context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
 
 
 def ingest(
@@ -88,6 +91,9 @@ def ingest(
     if WEIGHTS_FILE not in files:
         problems.raise_all()
     with files[WEIGHTS_FILE].open("rb") as file, tempfile.TemporaryFile(dir=directory) as ordered:
+        rope = None
+        with problems.collected():
+            rope = None if config is None else read_rope(config.rope, base_model)
         with problems.collected():
             entries = _read_entries(file, targets, max_adapter_bytes)
             biases = own_biases(entries)
@@ -100,7 +106,7 @@ def ingest(
                 modules = with_trained_biases(file, modules, biases, config, targets, problems)
         problems.raise_all()
         assert config is not None, "a configuration that cannot be read is a problem"
-        return _pack(FileSource(found.source), config.manifest_kind, modules, base_model, directory, check)
+        return _pack(FileSource(found.source), config.manifest_kind, modules, base_model, directory, check, rope)
 
 
 def _check_file_names(files: Mapping[str, Path], problems: Problems) -> None:
@@ -131,6 +137,7 @@ def _pack(
     base_model: BaseModel,
     directory: Path,
     check: Callable[[], None],
+    rope: RopeScaling | None = None,
 ) -> PackedInfo:
     groups: dict[int | None, list[ModulePlan]] = {}
     for plan in modules:
@@ -162,6 +169,7 @@ def _pack(
         "dtype": base_model.dtype,
         "format": FORMAT,
         "kind": kind,
+        **({} if rope is None else {"rope": rope.document()}),
     }
     manifest = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
     return PackedInfo(
@@ -173,6 +181,7 @@ def _pack(
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
         arena_bytes=arena_bytes([plan.size for plan in modules], base_model.dtype),
         target_modules=tuple(dict.fromkeys(of_all(plan.name) for plan in modules)),
+        context_length=0 if rope is None else rope.context_length,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from data_plane.adapters.arena.module_groups import ModuleGroups
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement, place
+from data_plane.adapters.arena.rotary import Rotary, RotaryTables
 from data_plane.adapters.arena.slots import Load, ModulePages, ResidentAdapter, SlotTable
 from data_plane.adapters.arena.writing import AdapterWriter
 from data_plane.adapters.format.manifest import Manifest, read_manifest
@@ -46,7 +47,9 @@ class AdapterArena:
         device: torch.device | str,
         base: BaseWeights,
         base_fingerprint: str,
+        rotary: Rotary | None = None,
     ) -> None:
+        """`rotary`: None if the model has none that adapters may scale."""
         if not targets:
             raise ValueError("target modules is empty: the model has no linear that adapters may target")
         if num_slots < 1 or arena_bytes < 0:
@@ -56,6 +59,7 @@ class AdapterArena:
         self._dtype = dtype
         self._device = torch.device(device)
         self._base_fingerprint = base_fingerprint
+        self._rotary = rotary
         self._pool = PagePool(targets, arena_bytes, dtype, self._device)
         self.table = SlotTable(targets, num_slots, self._pool)
         self.groups = ModuleGroups(targets, self.table, base)
@@ -96,10 +100,11 @@ class AdapterArena:
             data, chunks = source.open(digest)
             manifest = read_manifest(data, digest)
             placement = self._plan(manifest)
+            rotation = self._rotation(manifest)
             page_ids = self._reserve(load, placement.num_pages)
             self._pool.zero(page_ids)
             size_bytes = self._writer.write(load, manifest, chunks, placement, page_ids)
-            self._publish(load, page_ids, placement, size_bytes)
+            self._publish(load, page_ids, placement, size_bytes, rotation)
         except BaseException as error:
             self._abandon(load)
             if isinstance(error, AdapterLoadError) or not isinstance(error, Exception):
@@ -153,6 +158,18 @@ class AdapterArena:
             raise AdapterMismatch(f"{where}: dtype is {manifest.dtype}, this worker serves {self._dtype}")
         return place(manifest, self._targets, self._pool)
 
+    def _rotation(self, manifest: Manifest) -> RotaryTables | None:
+        """Tables of its own that the adapter was trained with."""
+        if manifest.rope is None:
+            return None
+        where = f"adapter {manifest.digest}: it has a rotary embedding of its own"
+        if self._rotary is None:
+            raise AdapterMismatch(f"{where}, and this model has none that could be scaled")
+        try:
+            return self._rotary.scaled(manifest.rope)
+        except ValueError as error:
+            raise AdapterMismatch(f"{where}: {error}") from error
+
     def _reserve(self, load: Load, num_pages: int) -> npt.NDArray[np.int64]:
         with self._lock:
             page_ids = self._pool.take(num_pages)
@@ -165,7 +182,14 @@ class AdapterArena:
             self._reserved[load] = page_ids
         return page_ids
 
-    def _publish(self, load: Load, page_ids: npt.NDArray[np.int64], placement: Placement, size_bytes: int) -> None:
+    def _publish(
+        self,
+        load: Load,
+        page_ids: npt.NDArray[np.int64],
+        placement: Placement,
+        size_bytes: int,
+        rotation: RotaryTables | None = None,
+    ) -> None:
         on_device = torch.from_numpy(page_ids).to(self._device)
         if self._device.type == "cuda":
             # The stream's order would be enough, but "ready" should mean that the bytes have arrived.
@@ -179,6 +203,7 @@ class AdapterArena:
             placement.modules,
             placement.num_matrix_pages,
             size_bytes,
+            rotation,
         )
         with self._lock:
             if load.is_cancelled:

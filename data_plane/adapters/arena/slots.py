@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.pages import PagePool
+from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.plan import TargetModule
 from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup
 
@@ -42,6 +43,7 @@ class ResidentAdapter:
     weights: dict[str, ModulePages]  # by target module name
     first_vector_page: int  # index within its pages: float32 vectors of all target modules, side by side
     size_bytes: int  # of all its matrices and vectors without page rounding
+    rotation: RotaryTables | None = None  # of its own; None: the model's
 
 
 class Load:
@@ -75,6 +77,7 @@ class SlotTable:
         # On the host, by slot and target module: the ranks, and whether the module has a vector.
         self.host_rank = np.zeros((num_slots, len(targets)), dtype=np.int32)
         self.host_has_vectors = np.zeros((num_slots, len(targets)), dtype=np.bool_)
+        self.rotations: dict[int, RotaryTables] = {}  # of the slots whose adapter has its own
         self.version = 0  # rises with every adapter that is entered or removed
         # Invariant: rows lie in page_ids in this order without overlap; their lengths sum to at most num_pages.
         self._rows: dict[int, tuple[int, ResidentAdapter]] = {}  # slot -> (start in page_ids, adapter)
@@ -101,6 +104,8 @@ class SlotTable:
         if start + len(adapter.page_ids) > len(self.page_ids):
             start = self._compact()
         self._write(adapter, start)
+        if adapter.rotation is not None:
+            self.rotations[adapter.slot] = adapter.rotation
         self.version += 1
 
     def remove(self, slot: int) -> None:
@@ -110,6 +115,7 @@ class SlotTable:
             self.generation[slot] = 0
             self.host_rank[slot] = 0
             self.host_has_vectors[slot] = False
+            self.rotations.pop(slot, None)
             self.version += 1
 
     def _compact(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from contract.ids import DIGEST_FORM, is_digest
 from contract.packed_layout import FORMAT, ITEMSIZE, ModuleSize, arena_bytes
+from contract.rope_scaling import RopeScaling, read_rope_scaling
 from data_plane.adapters.kinds import MANIFEST_WORDS, kind_with
 from data_plane.adapters.kinds.adapter_kind import AdapterKind
 from data_plane.errors import AdapterCorrupt
@@ -18,7 +19,7 @@ from data_plane.errors import AdapterCorrupt
 # About 300 bytes per module; a very large model has 10 000 modules.
 MAX_MANIFEST_BYTES = 16 << 20
 
-_MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
+_MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}  # and "rope" of a long-context adapter
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
 _MODULE_KEYS = {"in_features", "name", "out_features", "rank", "scaling"}  # and the hashes of its kind's parts
 _HASH = "_sha256"  # ends the key of a part's hash
@@ -61,6 +62,7 @@ class Manifest:
     kind: str
     dtype: str  # a key of ITEMSIZE
     chunks: tuple[ChunkEntry, ...]
+    rope: RopeScaling | None = None  # its own rotary embedding; None: the base model's
 
     def arena_bytes(self, heads: Collection[str]) -> int:
         """What the adapter takes of an arena, by the formula of docs/protocol.md. `heads`: the model's, by name."""
@@ -77,7 +79,8 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
         raise AdapterCorrupt(f"adapter {digest}: its manifest hashes to {actual}")
     try:
         raw = json.loads(data)
-        fields = _fields(raw, _MANIFEST_KEYS, "manifest")
+        optional = {"rope"} & raw.keys() if isinstance(raw, dict) else set()
+        fields = _fields(raw, _MANIFEST_KEYS | optional, "manifest")
         if fields["format"] != FORMAT:
             raise ValueError(f"format is {fields['format']!r}, this worker reads {FORMAT}")
         if fields["kind"] not in MANIFEST_WORDS:
@@ -88,7 +91,8 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
         names = [module.name for chunk in chunks for module in chunk.modules]
         if len(set(names)) != len(names):
             raise ValueError("a module is named twice")
-        return Manifest(digest, _hash(fields["base_fingerprint"]), fields["kind"], fields["dtype"], chunks)
+        rope = read_rope_scaling(fields["rope"]) if optional else None
+        return Manifest(digest, _hash(fields["base_fingerprint"]), fields["kind"], fields["dtype"], chunks, rope)
     except (ValueError, RecursionError) as error:
         raise AdapterCorrupt(f"adapter {digest}: {error}") from error
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
+from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.step.expert_rows import TokenSlots
 from data_plane.adapters.step.lora_step import LoraStep, ModuleNeeds, ShrunkRows
 from data_plane.errors import StaleSlot
@@ -72,7 +73,17 @@ class AdapterSteps:
         else:
             segments = adapter_segments(torch.from_numpy(token_slots).to(self._device), self._num_slots)
         slots = TokenSlots(token_slots, self._num_slots, self._device, is_host=self._segments_on_host)
-        return LoraStep(self._arena.groups, self._table, needs, segments, self._shrunk, slots)
+        rotations = self._rotations(token_slots)
+        return LoraStep(self._arena.groups, self._table, needs, segments, self._shrunk, slots, rotations)
+
+    def _rotations(self, token_slots: npt.NDArray[np.int32]) -> list[tuple[RotaryTables, torch.Tensor]]:
+        if not self._table.rotations:
+            return []
+        slots_by_tables: dict[RotaryTables, list[int]] = {}
+        for slot, tables in self._table.rotations.items():
+            slots_by_tables.setdefault(tables, []).append(slot)
+        found = [(tables, np.flatnonzero(np.isin(token_slots, slots))) for tables, slots in slots_by_tables.items()]
+        return [(tables, torch.from_numpy(tokens).to(self._device)) for tables, tokens in found if len(tokens)]
 
     def _needs_of(self, slots: npt.NDArray[np.intp]) -> ModuleNeeds:
         key = (self._table.version, slots.tobytes())

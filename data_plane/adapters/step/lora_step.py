@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.module_groups import ModuleGroups, TableGroup
+from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.arena.slots import SlotTable
 from data_plane.adapters.step.expert_rows import ExpertRows, TokenSlots
 from kernels.lora import AdapterSegments, Epilogue, add_lora_group, lora_embed, lora_expand
@@ -58,7 +60,10 @@ class LoraStep:
         segments: AdapterSegments,
         shrunk: ShrunkRows,
         token_slots: TokenSlots,
+        rotations: Sequence[tuple[RotaryTables, torch.Tensor]] = (),
     ) -> None:
+        """`rotations`: by tables that are not the model's, the tokens that rotate by them, int64 on the device."""
+        self.rotations = rotations
         self._groups = groups
         self._table = table
         self._version = table.version

@@ -18,6 +18,7 @@ from control_plane.registry.peft.ingest import CONFIG_FILE
 from data_plane.engine.build import build_engine
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
+from tests.e2e.distributions import check_distributions
 from tests.e2e.scheduled import ingested
 from tests.makers import make_adapter, make_checkpoint, make_prompt
 from tests.oracle import GreedyCompletion, Oracle
@@ -78,6 +79,9 @@ def check_forms(
         Planner(engine, chunk=7, max_running=9).run([job for job, _, _ in pairs])
         for job, name, completion in pairs:
             assert job.tokens == completion.token_ids, (name, len(job.prompt), generation)
+    check_distributions(
+        engine, adapters, lambda name, ids: oracles.get(name or "", oracle).logits(ids, name), prompts, num_tokens=2
+    )
 
 
 def make_converted(directory: Path, checkpoint: Path, init: str) -> Path:
