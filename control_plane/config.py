@@ -52,7 +52,7 @@ class ServerConfig:
     model_dir: Path = setting("checkpoint directory", name="--model", metavar="DIR")
     data_dir: Path = setting("state of this server", Path("motet-data"), shown_default="./motet-data", metavar="DIR")
     store: str | None = setting(
-        "artifact store, a directory or fsspec URL",
+        "artifact store, a directory or a URL of s3://, gs:// or az://",
         None,
         shown_default="DATA_DIR/store",
         metavar="URL",

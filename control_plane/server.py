@@ -66,7 +66,7 @@ from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.remote_files import StoreUrlError
+from control_plane.registry.store.store import StoreUrlError
 from control_plane.signatures.verifier import open_verifier
 from control_plane.store_calls import StoreCalls
 

@@ -19,23 +19,24 @@ from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.peft.ingest import PackedInfo, ingest
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, encode_record, encode_version
 from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.store_files import LocalFiles
+from control_plane.registry.store.directory_store import DirectoryStore
 
 MAX_ADAPTER_BYTES = 1 << 30
 
 
-class UnsyncedFiles(LocalFiles):
+class UnsyncedFiles(DirectoryStore):
     """A directory whose files are written in place, and not synced to the disk."""
 
-    def write(self, path: str, data: bytes) -> None:
-        """See StoreFiles."""
-        target = self.root / path
+    def put_if_absent(self, key: str, content: bytes | Path) -> str:
+        """See Store."""
+        target = self.root / key
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+        target.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+        return "written"
 
-    def write_file(self, path: str, source: Path) -> None:
-        """See StoreFiles."""
-        self.write(path, source.read_bytes())
+    def replace_if_match(self, key: str, content: bytes | Path, tag: str) -> str:  # noqa: ARG002 - nobody else writes
+        """See Store."""
+        return self.put_if_absent(key, content)
 
 
 def small_name(index: int) -> str:
@@ -99,4 +100,4 @@ def _write(store: ArtifactStore, base_model: BaseModel, packed: PackedInfo, name
         last_number=1,
     )
     store.write_version(name, packed.digest, encode_version(version))
-    store.write_record(name, encode_record(record))
+    store.write_record(name, encode_record(record), expected=lambda _found: True)

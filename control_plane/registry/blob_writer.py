@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from control_plane.errors import MotetError
+from control_plane.errors import MotetError, StoreUnavailable
 from control_plane.registry.catalog import Catalog
 from control_plane.registry.peft.ingest import PackedChunk, PackedInfo
 from control_plane.registry.store.artifact_store import ArtifactStore
@@ -27,6 +27,7 @@ class BlobWriter:
         A half-written blob goes again; a damaged one that could not be repaired stays as it is.
         """
         digest = packed.digest
+        await self._calls.change(self._store.claim_blob, digest)
         if digest in self._catalog.blobs:
             return await self._repair(packed)
         try:
@@ -38,6 +39,12 @@ class BlobWriter:
             raise
         self._catalog.blobs.add(digest)
         return False
+
+    async def confirm(self, digest: str) -> None:
+        """Call this just before the record that names the blob is written. Raises StoreUnavailable if it is gone."""
+        if not await self._calls.change(self._store.renew_claim, digest):
+            self._catalog.blobs.discard(digest)
+            raise StoreUnavailable("another server deleted these weights meanwhile; register them again")
 
     async def delete_unnamed(self, digest: str) -> None:
         """Remove the blob unless a name uses it. One that cannot be removed is left for the next start."""

@@ -30,6 +30,7 @@ from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
 
+UNREADABLE_UID = "unreadable"
 _FIRST = 32  # items that are read to learn how far away the storage is
 _FAR_S = 0.002  # an item of a local directory takes 0.1 ms, one of an object store 5 to 50 ms
 _FAR_AT_ONCE, _FAR_SIZE = 32, 16
@@ -55,12 +56,11 @@ async def recover(store: ArtifactStore, calls: StoreCalls) -> Recovered:
     names = await calls.read(store.list_names)
     for adapter_id in names.deleting:
         logger.info("finishing deletion adapter_id=%s", adapter_id)
-        await calls.change(store.delete_record, adapter_id)
+        await calls.change(store.delete_versions, adapter_id)
     stored = await _each(calls, partial(_read_record, store), names.records)
     for adapter_id, found in stored.items():
         if isinstance(found, StoredRecord) and found.record.state is AdapterState.DELETING:
-            await calls.change(store.mark_deleting, adapter_id)
-            await calls.change(store.delete_record, adapter_id)
+            await calls.change(partial(store.delete_record, adapter_id, expected=_is_old))
     records = await _whole_records(store, calls, stored)
     for adapter_id in sorted(set(names.versions) - set(names.records) - set(names.deleting)):
         await calls.change(store.delete_versions, adapter_id)
@@ -71,7 +71,7 @@ def unreadable(adapter_id: str, reason: str) -> AdapterRecord:
     """Stands for a record that cannot be read, so that the name is neither lost nor served."""
     return AdapterRecord(
         adapter_id=adapter_id,
-        uid="unreadable",
+        uid=UNREADABLE_UID,
         display_name="",
         labels={},
         state=AdapterState.FAILED,
@@ -148,8 +148,16 @@ def _write_anew(store: ArtifactStore, record: AdapterRecord) -> None:
     """Versions first: after a crash in between the old record still holds them all."""
     for version in record.versions:
         store.write_version(record.adapter_id, version.digest, encode_version(version))
-    store.write_record(record.adapter_id, encode_record(record))
+    store.write_record(record.adapter_id, encode_record(record), expected=_is_old)
     logger.info("adapter record written again adapter_id=%s num_versions=%d", record.adapter_id, len(record.versions))
+
+
+def _is_old(document: bytes | None) -> bool:
+    """Whether a record is still in the format that holds its versions. No server writes it any more."""
+    try:
+        return document is not None and decode_record(document).is_old
+    except ValueError:
+        return False
 
 
 async def _blobs_in_order(

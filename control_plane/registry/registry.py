@@ -22,10 +22,11 @@ from control_plane.access.name_prefixes import NO_PREFIXES, NamePrefixes
 from control_plane.access.visibility import Ownership, owner_of_new
 from control_plane.caller import current_caller
 from control_plane.checks import Violations, check_adapter_id, check_digest, check_display_name, check_labels, require
-from control_plane.errors import AdapterNotActive, MotetError
+from control_plane.errors import AdapterNotActive, EtagMismatch, MotetError
 from control_plane.registry.blob_writer import BlobWriter
 from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.changes import Abandoned, Changes
+from control_plane.registry.documents import Documents
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.new_version import Description, registered
@@ -36,11 +37,8 @@ from control_plane.registry.permissions import require_owner, require_registrati
 from control_plane.registry.records import (
     AdapterRecord,
     AdapterState,
-    AdapterVersion,
     Registered,
     ResolvedAdapter,
-    encode_record,
-    encode_version,
 )
 from control_plane.registry.recovery import recover
 from control_plane.registry.signed_version import with_signature
@@ -87,6 +85,7 @@ class Registry:
         self.when_changed = catalog.when_changed  # listeners: see Catalog
         self._packer = packer
         self._blobs = BlobWriter(store, calls, catalog)
+        self._documents = Documents(store, calls, catalog)
         self._changes = Changes(calls)
         self._clock = clock  # wall clock, seconds
         self._prefixes = prefixes
@@ -336,26 +335,21 @@ class Registry:
             version = record.version(digest)
             assert version is not None, "the version that is being registered is one of the record's"
             if known is None or known.version(digest) != version:
-                await self._calls.change(self._write_version, record.adapter_id, version)
-            await self._write_record(record)
+                await self._documents.write_version(record.adapter_id, version)
+            await self._blobs.confirm(digest)
+            try:
+                await self._documents.write_record(record, known)
+            except EtagMismatch:
+                await self._blobs.delete_unnamed(digest)
+                raise
             logger.info("adapter registered adapter_id=%s digest=%s", record.adapter_id, digest)
+        else:
+            await self._documents.confirm(record)
         return is_repaired
 
     async def _delete_unnamed_blob(self, digest: str) -> None:
         async with self._changes.locks.hold(f"blob {digest}"):
             await self._blobs.delete_unnamed(digest)
-
-    async def _write_record(self, record: AdapterRecord) -> None:
-        """Write a record to the store, then keep it. It is encoded in the thread: it may name many versions."""
-
-        def write() -> None:
-            self._store.write_record(record.adapter_id, encode_record(record))
-
-        await self._calls.change(write)
-        self._catalog.put(record)
-
-    def _write_version(self, adapter_id: str, version: AdapterVersion) -> None:
-        self._store.write_version(adapter_id, version.digest, encode_version(version))
 
     async def _change(self, adapter_id: str, etag: str, change: Change) -> AdapterRecord:
         require(check_adapter_id, adapter_id, "adapter_id")
@@ -363,9 +357,10 @@ class Registry:
             record = self._changeable(adapter_id, etag)
             changed = change(record)
             if changed == record:
+                await self._documents.confirm(record)
                 return record
             changed = self._catalog.with_state(self._revised(changed))
-            await self._write_record(changed)
+            await self._documents.write_record(changed, record)
             return changed
 
     def _revised(self, record: AdapterRecord) -> AdapterRecord:
@@ -383,7 +378,7 @@ class Registry:
         async with self._changes.locks.hold(f"name {adapter_id}"):
             record = self._catalog.current(adapter_id, etag, current_caller())
             if record.state is not AdapterState.DELETING:
-                await self._calls.change(self._store.mark_deleting, adapter_id)
+                await self._documents.delete_record(record)
                 self._catalog.put(self._revised(deleting(record)))
                 logger.info("adapter being deleted adapter_id=%s", adapter_id)
             return sorted(version.digest for version in record.versions)
@@ -393,7 +388,7 @@ class Registry:
             record = self.find(adapter_id)
             if record is None or record.state is not AdapterState.DELETING:
                 raise AdapterNotActive(f"adapter {adapter_id!r} is not being deleted")
-            await self._calls.change(self._store.delete_record, adapter_id)
+            await self._documents.delete_versions(record)
             self._catalog.remove(record)
             for version in record.versions:
                 await self._delete_unnamed_blob(version.digest)
@@ -404,16 +399,9 @@ class Registry:
         async with self._changes.locks.hold(f"name {adapter_id}"):
             record = self._changeable(adapter_id, etag)
             require_deletable(record, digest)
-            await self._calls.change(self._store.delete_version, adapter_id, digest)
             remaining = self._revised(without_version(record, digest))
-            self._catalog.put(remaining)
+            await self._documents.remove_version(record, remaining, version_of(record, digest))
             logger.info("adapter version deleted adapter_id=%s digest=%s", adapter_id, digest)
-            try:
-                await self._write_record(remaining)
-            except MotetError as error:  # a full disk: the version is gone with its document
-                logger.warning(
-                    "record names a deleted version until it is written adapter_id=%s: %s", adapter_id, error
-                )
 
 
 async def count_visible(registry: Registry) -> int:

@@ -17,7 +17,7 @@ import motet
 import pytest
 
 from control_plane.config import ConfigError, add_arguments, from_args
-from control_plane.registry.store.store_files import StoreLocked
+from control_plane.registry.store.store import StoreLocked
 from control_plane.server import build
 from tests.control_plane.server_processes import ROOT, STEP_S, checkpoint, control_plane, start
 
@@ -85,7 +85,11 @@ async def test_second_server_on_a_directory_spares_the_redis_of_the_first(tmp_pa
             "/proc/nope",
             "--data-dir: /proc/nope cannot be made or locked: No such file or directory; give a",
         ),
-        ("--store", "s3://bucket/path", "--store: s3://: needs a Python package that is not installed (Install s3fs"),
+        (
+            "--store",
+            "nosuch://bucket",
+            "--store: nosuch:// is not a store that Motet knows; give a directory, or a URL",
+        ),
         (
             "--redis-url",
             "redis://h?ssl_verify=no",

@@ -2,14 +2,15 @@
 
     blobs/{digest}/00000.safetensors ...   chunks
     blobs/{digest}/manifest.json           written last: a blob without it does not exist
+    blobs/{digest}/claims.json             which servers use the blob, on a storage that several could write
     adapters/{id}.json                     records; the registry defines their content
-    adapters/{id}.deleting                 the record of a name that is being deleted, renamed
     versions/{id}/{digest}.json            one document per version; those that no record names do not count
     incarnation.json                       counts the times that the store was opened
     lock, leases/                          keep other control planes out
 
-Every call blocks (see store_calls) and is safe from several threads. Failures of the storage are StoreUnavailable or
-Exhausted; nothing here reads a path that a client sent.
+A document is replaced only in the state that the caller read: see documents.py. Every call blocks (see store_calls)
+and is safe from several threads. Failures of the storage are StoreUnavailable or Exhausted; nothing here reads a path
+that a client sent.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hashlib
 import json
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +29,16 @@ from pathlib import Path
 from contract.ids import is_adapter_id, is_digest
 from control_plane.directory_lock import DirectoryAway
 from control_plane.errors import Exhausted, StoreUnavailable
-from control_plane.registry.store.remote_files import open_files
-from control_plane.registry.store.store_files import TEMP_SUFFIX, StoreFiles, StoreLocked
+from control_plane.registry.store.blob_claims import BlobClaims
+from control_plane.registry.store.open_store import open_store
+from control_plane.registry.store.store import (
+    LEFTOVER_AGE,
+    FencedStore,
+    StoreConflict,
+    StoreLocked,
+    delete_below,
+    replace,
+)
 from control_plane.registry.store.store_lease import LEASE_S, LeaseLost
 
 logger = logging.getLogger(__name__)
@@ -38,7 +48,8 @@ MAX_LOCK_WAIT_S = 2 * LEASE_S
 _MANIFEST = "manifest.json"
 _INCARNATION = "incarnation.json"
 _RECORD_SUFFIX = ".json"
-_DELETING_SUFFIX = ".deleting"
+_DELETING_SUFFIX = ".deleting"  # of records that an earlier version of Motet was deleting
+_TEMP_SUFFIX = ".tmp"  # of files that an earlier version was writing
 _HASHED_BYTES = 4 << 20  # of a stored chunk, in memory at a time
 
 
@@ -52,48 +63,54 @@ class StoredNames:
     blobs: tuple[str, ...]  # digests; not all of them need be whole
 
 
+class DocumentChanged(Exception):
+    """A document is not in the state that the caller read: another server changed it."""
+
+
 class ArtifactStore:
-    """Blobs and documents at a path, an fsspec URL, or on storage given as such."""
+    """Blobs and documents at a path, a URL, or on storage given as such."""
 
     def __init__(
-        self, place: str | StoreFiles, *, is_exclusive: bool = False, clock: Callable[[], float] = time.time
+        self, place: str | FencedStore, *, is_exclusive: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         """`is_exclusive`: the operator says that no other control plane uses a remote store. Raises StoreUrlError."""
-        self._files = open_files(place, is_exclusive=is_exclusive) if isinstance(place, str) else place
+        self._store = open_store(place, is_exclusive=is_exclusive) if isinstance(place, str) else place
+        self.is_sole = self._store.fence.is_sole  # no other process can write while this one has the store open
         self._clock = clock  # wall clock, seconds
+        self._claims = BlobClaims(self._store, clock)
 
     def acquire(self) -> int:
         """Lock the store and return its incarnation, one more than ever before. What fails leaves it unlocked."""
         with _reading("open"):
-            self._files.lock()
+            self._store.fence.lock()
         try:
             return self._next_incarnation()
         except BaseException:
-            self._files.close()
+            self._store.fence.close()
             raise
 
     def close(self) -> None:
         """Give the lock back."""
-        self._files.close()
+        self._store.fence.close()
 
     def list_names(self) -> StoredNames:
-        """What there is. Leftovers of broken-off writes and renames of records are removed on the way."""
+        """What there is. Leftovers of writes that an earlier version broke off are removed on the way."""
         records, deleting = [], []
         with _reading("list"):
-            for name in self._files.names("adapters"):
-                stem, dot, suffix = name.rpartition(".")
+            for entry in self._store.list("adapters"):
+                stem, dot, suffix = entry.name.rpartition(".")
                 is_id = is_adapter_id(stem)
                 if is_id and dot + suffix == _RECORD_SUFFIX:
                     records.append(stem)
                 elif is_id and dot + suffix == _DELETING_SUFFIX:
                     deleting.append(stem)
-                elif name.endswith(TEMP_SUFFIX):
-                    self._files.delete(f"adapters/{name}")
+                elif entry.name.endswith(_TEMP_SUFFIX):
+                    self._store.delete(f"adapters/{entry.name}")
                 else:
-                    logger.warning("file in the store is not a record, left alone name=%r", name)
-            # A rename that broke off in a remote store leaves both: the deletion had not begun.
+                    logger.warning("file in the store is not a record, left alone name=%r", entry.name)
+            # A rename that broke off in a remote store left both: the deletion had not begun.
             for adapter_id in set(records) & set(deleting):
-                self._files.delete(_deleting(adapter_id))
+                self._store.delete(_deleting(adapter_id))
                 deleting.remove(adapter_id)
             return StoredNames(
                 tuple(records),
@@ -103,47 +120,75 @@ class ArtifactStore:
             )
 
     def _next_incarnation(self) -> int:
-        with _reading("open"):
+        while True:
+            last, tag = 0, None
+            with _reading("open"):
+                try:
+                    content, tag = self._store.get(_INCARNATION)
+                    last = json.loads(content)["incarnation"]
+                    if type(last) is not int or last < 0:
+                        raise ValueError(f"incarnation is {last!r}")
+                except FileNotFoundError:
+                    pass
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    # The clock's seconds are beyond any count of starts.
+                    last = int(self._clock())
+                    logger.warning("incarnation unreadable, going on from the clock incarnation=%d", last)
+            # With a mark of this start: two servers never write the same content.
+            document = json.dumps({"incarnation": last + 1, "start": uuid.uuid4().hex}).encode()
             try:
-                last = json.loads(self._files.read(_INCARNATION))["incarnation"]
-                if type(last) is not int or last < 0:
-                    raise ValueError(f"incarnation is {last!r}")
-            except FileNotFoundError:
-                last = 0
-            except (ValueError, KeyError, TypeError, RecursionError):
-                # The clock's seconds are beyond any count of starts.
-                last = int(self._clock())
-                logger.warning("incarnation unreadable, going on from the clock incarnation=%d", last)
-        with _changing("open"):
-            self._files.write(_INCARNATION, json.dumps({"incarnation": last + 1}).encode())
-        return last + 1
+                with _changing("open"):
+                    if tag is None:
+                        self._store.put_if_absent(_INCARNATION, document)
+                    else:
+                        self._store.replace_if_match(_INCARNATION, document, tag)
+                return last + 1
+            except DocumentChanged:
+                logger.warning("another server counted its start, counting again")
 
     def _known(self, directory: str, is_known: Callable[[str], bool]) -> tuple[str, ...]:
         known = []
-        for name in self._files.names(directory):
-            if is_known(name):
-                known.append(name)
+        for entry in self._store.list(directory):
+            if is_known(entry.name):
+                known.append(entry.name)
             else:
-                logger.warning("directory in the store is not ours, left alone name=%r", f"{directory}/{name}")
+                logger.warning("directory in the store is not ours, left alone name=%r", f"{directory}/{entry.name}")
         return tuple(known)
 
     # ---- blobs ----
 
     def has_blob(self, digest: str) -> bool:
-        """Whether the blob is complete."""
+        """Whether the blob is complete, and nobody is deleting it."""
         with _reading("read"):
-            return self._files.exists(f"{_blob(digest)}/{_MANIFEST}")
+            return self._store.head(f"{_blob(digest)}/{_MANIFEST}") is not None
+
+    def claim_blob(self, digest: str) -> None:
+        """Keep other servers from deleting this blob: call it before a chunk is written or taken as present.
+
+        A claim protects what is registered within `blob_claims.CLAIM_S`: see `renew_claim`. Raises StoreUnavailable
+        while another server deletes the blob.
+        """
+        with _changing("write"):
+            self._claims.claim(_blob(digest))
+
+    def renew_claim(self, digest: str) -> bool:
+        """Claim the blob again if the claim is old. False: another server deleted the blob meanwhile."""
+        with _changing("write"):
+            if self._claims.is_valid(_blob(digest)):
+                return True
+            self._claims.claim(_blob(digest))
+        return self.has_blob(digest)
 
     def put_chunk(self, digest: str, index: int, source: Path) -> None:
         """Store a chunk of a blob that is not complete, or the same bytes again of one that is damaged."""
         with _changing("write"):
-            self._files.write_file(_chunk(digest, index), source)
+            replace(self._store, _chunk(digest, index), source)
 
     def put_manifest(self, digest: str, manifest: bytes) -> None:
         """Complete a blob, whose chunks are all there."""
         assert hashlib.sha256(manifest).hexdigest() == digest, "a digest is the hash of its manifest"
         with _changing("write"):
-            self._files.write(f"{_blob(digest)}/{_MANIFEST}", manifest)
+            replace(self._store, f"{_blob(digest)}/{_MANIFEST}", manifest)
 
     def is_whole_chunk(self, digest: str, index: int, size_bytes: int, sha256: str) -> bool:
         """Whether the stored chunk begins with so many bytes of this hash. Reads them a few MiB at a time."""
@@ -152,7 +197,7 @@ class ArtifactStore:
             while position < size_bytes:
                 count = min(_HASHED_BYTES, size_bytes - position)
                 try:
-                    data = self._files.read_range(_chunk(digest, index), position, count)
+                    data, _ = self._store.get(_chunk(digest, index), position, count)
                 except FileNotFoundError:
                     return False
                 if len(data) != count:
@@ -164,71 +209,109 @@ class ArtifactStore:
     def read_manifest(self, digest: str) -> bytes:
         """The canonical manifest. Raises FileNotFoundError for an unknown digest."""
         with _reading("read"):
-            return self._files.read(f"{_blob(digest)}/{_MANIFEST}")
+            return self._store.get(f"{_blob(digest)}/{_MANIFEST}")[0]
 
     def read_range(self, digest: str, index: int, start: int, size_bytes: int) -> bytes:
         """That part of a chunk, shorter where the chunk ends. Raises FileNotFoundError if the chunk is not there."""
         with _reading("read"):
-            return self._files.read_range(_chunk(digest, index), start, size_bytes)
+            return self._store.get(_chunk(digest, index), start, size_bytes)[0]
 
-    def delete_blob(self, digest: str) -> None:
-        """Remove a blob, its completeness first. A missing one is fine."""
+    def delete_blob(self, digest: str) -> bool:
+        """Remove a blob, its completeness first. A missing one is fine. False: another server may use it, it stays."""
         with _changing("delete"):
-            self._files.delete(f"{_blob(digest)}/{_MANIFEST}")
-            self._files.delete_tree(_blob(digest))
+            if not self._claims.seal(_blob(digest)):
+                return False
+            self._store.delete(f"{_blob(digest)}/{_MANIFEST}")
+            for entry in self._store.list(_blob(digest)):
+                if not self._claims.is_claims(entry.name):
+                    self._store.delete(f"{_blob(digest)}/{entry.name}")
+            self._claims.remove(_blob(digest))
+            self._store.delete(_blob(digest))
+            return True
 
     def may_be_written(self, digest: str) -> bool:
         """Whether another process may still be writing this blob."""
         with _reading("list"):
-            return self._files.may_be_written(_blob(digest))
+            return self._may_be_written(_blob(digest))
+
+    def _may_be_written(self, prefix: str) -> bool:
+        """Whether anything below changed lately, by the storage's clock against ours."""
+        if self.is_sole:
+            return False
+        oldest_s = self._clock() - LEFTOVER_AGE.total_seconds()
+        return any(entry.modified_s > oldest_s for entry in self._store.list(prefix))
 
     # ---- records and versions ----
 
     def read_record(self, adapter_id: str) -> bytes:
         """The record of a name. Raises FileNotFoundError."""
         with _reading("read"):
-            return self._files.read(_record(adapter_id))
+            return self._store.get(_record(adapter_id))[0]
 
-    def write_record(self, adapter_id: str, document: bytes) -> None:
-        """Replace the record of a name."""
-        with _changing("write"):
-            self._files.write(_record(adapter_id), document)
+    def write_record(self, adapter_id: str, document: bytes, *, expected: Expected) -> None:
+        """Write the record of a name if the present one is as expected. Raises DocumentChanged."""
+        self._write(_record(adapter_id), document, expected)
 
-    def mark_deleting(self, adapter_id: str) -> None:
-        """Rename the record of a name: without it the name is being deleted. Needs no space on a local disk."""
-        with _changing("delete"):
-            try:
-                self._files.move(_record(adapter_id), _deleting(adapter_id))
-            except FileNotFoundError:
-                if self._files.exists(_record(adapter_id)):
-                    raise
-                # No record, or marked already by a call that failed after that.
-
-    def delete_record(self, adapter_id: str) -> None:
-        """Remove all documents of a name that is marked."""
-        with _changing("delete"):
-            self._files.delete_tree(_versions(adapter_id))
-            self._files.delete(_deleting(adapter_id))
+    def delete_record(self, adapter_id: str, *, expected: Expected) -> None:
+        """Remove the record of a name: from here on the name does not exist. Raises DocumentChanged. Needs no space."""
+        self._delete(_record(adapter_id), expected)
 
     def read_version(self, adapter_id: str, digest: str) -> bytes:
         """The document of one version. Raises FileNotFoundError."""
         with _reading("read"):
-            return self._files.read(_version(adapter_id, digest))
+            return self._store.get(_version(adapter_id, digest))[0]
 
     def write_version(self, adapter_id: str, digest: str, document: bytes) -> None:
-        """Write the document of one version, before the record that names it."""
-        with _changing("write"):
-            self._files.write(_version(adapter_id, digest), document)
+        """Write the document of one version, before the record that names it.
 
-    def delete_version(self, adapter_id: str, digest: str) -> None:
-        """Remove the document of one version: from here on the version does not exist. Needs no space."""
-        with _changing("delete"):
-            self._files.delete(_version(adapter_id, digest))
+        What is there is of no record, or is the same.
+        """
+        with _changing("write"):
+            replace(self._store, _version(adapter_id, digest), document)
+
+    def delete_version(self, adapter_id: str, digest: str, *, expected: Expected) -> None:
+        """Remove the document of one version: from here on the version does not exist. Raises DocumentChanged.
+
+        Needs no space.
+        """
+        self._delete(_version(adapter_id, digest), expected)
 
     def delete_versions(self, adapter_id: str) -> None:
-        """Remove the documents of all versions of a name that has no record."""
+        """Remove the documents of all versions of a name that has no record, unless somebody may be writing them."""
         with _changing("delete"):
-            self._files.delete_tree(_versions(adapter_id))
+            if not self._may_be_written(_versions(adapter_id)):
+                delete_below(self._store, _versions(adapter_id))
+            self._store.delete(_deleting(adapter_id))
+
+    def _write(self, key: str, document: bytes, expected: Expected) -> None:
+        with _changing("write"):
+            tag = self._expected_tag(key, expected)
+            if tag is None:
+                self._store.put_if_absent(key, document)
+            else:
+                self._store.replace_if_match(key, document, tag)
+
+    def _delete(self, key: str, expected: Expected) -> None:
+        with _changing("delete"):
+            tag = self._expected_tag(key, expected)
+            if tag is not None:
+                self._store.delete(key, tag)
+
+    def _expected_tag(self, key: str, expected: Expected) -> str | None:
+        """The tag of the present document, None if there is none. Raises StoreConflict if it is not as expected."""
+        content: bytes | None
+        tag: str | None
+        try:
+            content, tag = self._store.get(key)
+        except FileNotFoundError:
+            content, tag = None, None
+        if not expected(content):
+            raise StoreConflict(f"{key} is not as it was read")
+        return tag
+
+
+# Whether a document, or None for none, is the one that the caller read.
+Expected = Callable[[bytes | None], bool]
 
 
 def _blob(digest: str) -> str:
@@ -272,9 +355,11 @@ def _reading(verb: str) -> Iterator[None]:
 
 @contextmanager
 def _changing(verb: str) -> Iterator[None]:
-    """As `_reading`, for calls that fail if a file is missing."""
+    """As `_reading`, for calls that fail if a file is missing, or is not in the state that the caller read."""
     try:
         yield
+    except StoreConflict as error:
+        raise DocumentChanged(str(error)) from error
     except OSError as error:
         raise _storage_error(verb, error) from error
 

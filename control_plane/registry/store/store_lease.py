@@ -16,7 +16,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Protocol
+
+from control_plane.registry.store.store import KeyExists, Store, replace
 
 logger = logging.getLogger(__name__)
 
@@ -37,31 +38,12 @@ class LeaseLost(OSError):
     """The lease is not held at this moment: nothing may be changed."""
 
 
-class LeaseFiles(Protocol):
-    """What the lease needs of the store."""
-
-    def create(self, path: str, data: bytes) -> None:
-        """Write the file. Raises FileExistsError if it exists, also if it appears at the same time."""
-
-    def replace(self, path: str, data: bytes) -> None:
-        """Replace the file."""
-
-    def read(self, path: str) -> bytes:
-        """The whole file."""
-
-    def names(self, path: str) -> list[str]:
-        """Names directly below a directory, sorted."""
-
-    def remove(self, path: str) -> None:
-        """Remove a file; a missing one is fine."""
-
-
 class StoreLease:
     """`acquire`, then `check` before and after every change, then `release`. Renews itself in a thread of its own."""
 
     def __init__(
         self,
-        files: LeaseFiles,
+        bucket: Store,
         *,
         takes_over: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -73,7 +55,7 @@ class StoreLease:
 
         `renews`: in a thread of its own, from `acquire` to `release`.
         """
-        self._files = files
+        self._bucket = bucket
         self._takes_over = takes_over
         self._clock = clock  # monotonic, seconds
         self._renew_interval_s = renew_interval_s
@@ -95,20 +77,20 @@ class StoreLease:
             seen = self._wait_until_void(last, seen)
         started_s = self._clock()
         try:
-            self._files.create(_path(last + 1), self._document())
-        except FileExistsError as error:
+            self._bucket.put_if_absent(_path(last + 1), self._document())
+        except KeyExists as error:
             raise LeaseTaken("another control plane took the store just now") from error
         # 1. Somebody who slept since it looked may have taken a number that was gone by already.
         # 2. The owner of the last lease may have woken up while we took the next one.
         if self._highest() != last + 1 or (seen is not None and not self._takes_over and self._read(last) != seen):
-            self._files.remove(_path(last + 1))
+            self._bucket.delete(_path(last + 1))
             raise LeaseTaken("another control plane uses the store")
         self._check_creation(last + 1)
         self._number = last + 1
         self._held_until_s = started_s + LEASE_S
-        for name in self._files.names(_DIRECTORY):
+        for name in self._names():
             if 0 < _number_of(name) < last:  # the last one stays: whoever looks at it finds ours beside it
-                self._files.remove(f"{_DIRECTORY}/{name}")
+                self._bucket.delete(f"{_DIRECTORY}/{name}")
         if self._renews:
             self._thread = threading.Thread(target=self._renew_for_ever, name="motet-lease", daemon=True)
             self._thread.start()
@@ -125,7 +107,7 @@ class StoreLease:
         """Show life. Raises OSError where the store does not respond."""
         started_s = self._clock()
         self._num_renewals += 1
-        self._files.replace(_path(self._number), self._document())
+        replace(self._bucket, _path(self._number), self._document())
         if self._highest() > self._number:
             self._is_lost = True
             logger.error("store lease lost to another control plane number=%d", self._number)
@@ -140,7 +122,7 @@ class StoreLease:
             self._thread = None
         if self._number and not self._is_lost:
             try:
-                self._files.replace(_path(self._number), self._document(is_released=True))
+                replace(self._bucket, _path(self._number), self._document(is_released=True))
             except OSError as error:
                 logger.warning("store lease not released, it ends by itself error=%s", error)
         self._number = 0
@@ -148,10 +130,11 @@ class StoreLease:
     def _check_creation(self, number: int) -> None:
         """Raise LeaseUnsupported unless the store refuses to create what is there: some ignore the condition."""
         try:
-            self._files.create(_path(number), self._document())
-        except FileExistsError:
+            # Other content: a retried request that finds its own content counts as a success.
+            self._bucket.put_if_absent(_path(number), self._document() + b" ")
+        except KeyExists:
             return
-        self._files.remove(_path(number))
+        self._bucket.delete(_path(number))
         raise LeaseUnsupported("the store writes over a file that it was to create only where none is")
 
     def _wait_until_void(self, number: int, seen: bytes) -> bytes:
@@ -175,12 +158,15 @@ class StoreLease:
             except Exception as error:  # the thread's edge: whatever a file system raises
                 logger.warning("store lease not renewed error=%r", error)
 
+    def _names(self) -> list[str]:
+        return [entry.name for entry in self._bucket.list(_DIRECTORY)]
+
     def _highest(self) -> int:
-        return max((_number_of(name) for name in self._files.names(_DIRECTORY)), default=0)
+        return max(map(_number_of, self._names()), default=0)
 
     def _read(self, number: int) -> bytes:
         try:
-            return self._files.read(_path(number))
+            return self._bucket.get(_path(number))[0]
         except FileNotFoundError:
             return b""
 

@@ -18,7 +18,7 @@ from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.store_files import StoreFiles
+from control_plane.registry.store.store import FencedStore
 from control_plane.store_calls import StoreCalls
 
 CALLS = StoreCalls()  # its threads serve all registries of these tests
@@ -123,7 +123,7 @@ def pack(
 
 
 async def open_registry(
-    place: str | StoreFiles,
+    place: str | FencedStore,
     base: BaseModel | None = None,
     *,
     calls: StoreCalls = CALLS,

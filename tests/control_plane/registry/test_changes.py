@@ -12,14 +12,14 @@ import pytest
 from control_plane.errors import StoreUnavailable
 from control_plane.registry.changes import Changes
 from control_plane.registry.registry import Registry
-from control_plane.registry.store.store_files import LocalFiles
+from control_plane.registry.store.directory_store import DirectoryStore
 from control_plane.store_calls import StoreCalls
 from tests.control_plane.registry.rig import files, open_registry
 
 TIMEOUT_S = 3.0  # calls that do not hang take less, also on a busy machine
 
 
-class HangingFiles(LocalFiles):
+class HangingFiles(DirectoryStore):
     """Writes of one file hang until `is_back`."""
 
     def __init__(self, root: Path) -> None:
@@ -28,11 +28,19 @@ class HangingFiles(LocalFiles):
         self.hung_path = ""
         self.written: list[bytes] = []
 
-    def write(self, path: str, data: bytes) -> None:
-        if path == self.hung_path:
+    def put_if_absent(self, key: str, content: bytes | Path) -> str:
+        self._hang(key, content)
+        return super().put_if_absent(key, content)
+
+    def replace_if_match(self, key: str, content: bytes | Path, tag: str) -> str:
+        self._hang(key, content)
+        return super().replace_if_match(key, content, tag)
+
+    def _hang(self, key: str, content: bytes | Path) -> None:
+        if key == self.hung_path:
             assert self.is_back.wait(120)
-            self.written.append(data)
-        super().write(path, data)
+            assert isinstance(content, bytes)
+            self.written.append(content)
 
 
 @pytest.fixture
@@ -103,7 +111,7 @@ async def test_closing_does_not_wait_for_a_store_that_hangs(
     await registry.close()
     # The lock stays with the process: the change may still come.
     with pytest.raises(OSError, match="in use"):
-        LocalFiles(storage.root).lock()
+        DirectoryStore(storage.root).fence.lock()
     storage.is_back.set()
     await ended(registry)
-    storage.close()
+    storage.fence.close()

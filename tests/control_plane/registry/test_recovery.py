@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from control_plane.errors import AdapterNotActive, StoreUnavailable
 from control_plane.registry.records import AdapterState
 from control_plane.registry.recovery import recover
 from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.store_files import LocalFiles
+from control_plane.registry.store.bucket import Bucket, memory_store
+from control_plane.registry.store.directory_store import DirectoryStore
+from control_plane.registry.store.store import Entry
 from control_plane.registry.versions.rollout import NO_ROLLOUT
 from tests.control_plane.registry.rig import CALLS, Crash, files, open_registry
 
@@ -71,18 +73,26 @@ async def test_a_crash_while_an_older_record_is_written_anew_loses_nothing(tmp_p
     await registry.close()
     for fail_at in (1, 2, 3):
         make_old(store, "a") if json.loads((store / "adapters" / "a.json").read_bytes())["format"] != 1 else None
-        opened = LocalFiles(store)
-        write, num_writes = opened.write, 0
 
-        def crash(path: str, data: bytes, write: Any = write, fail_at: int = fail_at) -> None:
-            nonlocal num_writes
-            if "incarnation" not in path:
-                num_writes += 1
-                if num_writes == fail_at:
+        class CrashingStore(DirectoryStore):
+            num_writes = 0
+            crash_at = fail_at
+
+            def put_if_absent(self, key: str, content: bytes | Path) -> str:
+                self._crash()
+                return super().put_if_absent(key, content)
+
+            def replace_if_match(self, key: str, content: bytes | Path, tag: str) -> str:
+                if "incarnation" not in key:
+                    self._crash()
+                return super().replace_if_match(key, content, tag)
+
+            def _crash(self) -> None:
+                self.num_writes += 1
+                if self.num_writes == self.crash_at:
                     raise Crash
-            write(path, data)
 
-        opened.write = crash  # type: ignore[method-assign]
+        opened = CrashingStore(store)
         with pytest.raises(Crash):
             await open_registry(opened)
         registry = await open_registry(str(store))
@@ -93,20 +103,20 @@ async def test_a_crash_while_an_older_record_is_written_anew_loses_nothing(tmp_p
 async def test_small_files_are_read_many_at_a_time(tmp_path: Path) -> None:
     """Each read of a record, a version or a blob's manifest waits until eight of them are under way."""
 
-    class SlowFiles(LocalFiles):
+    class SlowFiles(DirectoryStore):
         barrier: threading.Barrier | None = None
 
-        def _meet(self, path: str) -> None:
-            if self.barrier is not None and path != "incarnation.json":
+        def _meet(self, key: str) -> None:
+            if self.barrier is not None and key != "incarnation.json":
                 self.barrier.wait(60)
 
-        def read(self, path: str) -> bytes:
-            self._meet(path)
-            return super().read(path)
+        def get(self, key: str, start: int = 0, size_bytes: int | None = None) -> tuple[bytes, str]:
+            self._meet(key)
+            return super().get(key, start, size_bytes)
 
-        def exists(self, path: str) -> bool:
-            self._meet(path)
-            return super().exists(path)
+        def head(self, key: str) -> Entry | None:
+            self._meet(key)
+            return super().head(key)
 
     registry = await open_registry(str(tmp_path / "store"))
     for number in range(16):
@@ -149,51 +159,58 @@ async def test_a_store_that_others_reach_keeps_what_they_may_be_writing(
 ) -> None:
     """A second control plane opened the store while the first one wrote a blob: it removed what was there."""
     place = f"memory://{tmp_path.name}"
-    memory = MemoryFileSystem()
-    memory.pipe_file(f"{tmp_path.name}/blobs/{'a' * 64}/00000.safetensors", b"half")
-    memory.pipe_file(f"{tmp_path.name}/blobs/{'b' * 64}/manifest.json", b"whole, not named yet")
+    memory = Bucket(memory_store(tmp_path.name))
+    memory.put_if_absent(f"blobs/{'a' * 64}/00000.safetensors", b"half")
+    memory.put_if_absent(f"blobs/{'b' * 64}/manifest.json", b"whole, not named yet")
     registry = await open_registry(place)
     await registry.close()
-    assert memory.find(f"{tmp_path.name}/blobs") == [
-        f"/{tmp_path.name}/blobs/{'a' * 64}/00000.safetensors",
-        f"/{tmp_path.name}/blobs/{'b' * 64}/manifest.json",
-    ]
+    assert [entry.name for entry in memory.list("blobs")] == ["a" * 64, "b" * 64]
     assert registry.stats().num_stored == 0
     monkeypatch.setattr(ArtifactStore, "may_be_written", lambda self, digest: False)  # a day later
     registry = await open_registry(place)
     await registry.close()
-    assert memory.find(f"{tmp_path.name}/blobs") == []
+    assert memory.list("blobs") == []
+
+
+async def test_what_an_earlier_version_was_deleting_is_deleted_or_kept(tmp_path: Path) -> None:
+    """It renamed the record; on an object store that is a copy, and a rename that broke off left both."""
+    place, memory = f"memory://{tmp_path.name}", Bucket(memory_store(tmp_path.name))
+    registry = await open_registry(place)
+    for seed, name in enumerate(("kept", "gone")):
+        await registry.register(name, files(tmp_path, seed))
+    await registry.close()
+    for name in ("kept", "gone"):
+        memory.put_if_absent(f"adapters/{name}.deleting", memory.get(f"adapters/{name}.json")[0])
+    memory.delete("adapters/gone.json")
+    registry = await open_registry(place)
+    assert [record.adapter_id for record in registry.list_part()[0]] == ["kept"] and registry.resolve("kept")
+    assert [entry.name for entry in memory.list("adapters")] == ["kept.json"]
+    await registry.close()
 
 
 async def test_a_deletion_that_could_not_begin_deletes_nothing_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object store has no rename: the copy was made, the original stayed, and the client was to try again."""
-    place = f"memory://{tmp_path.name}"
+    place, memory = f"memory://{tmp_path.name}", Bucket(memory_store(tmp_path.name))
     registry = await open_registry(place)
     await registry.register("a", files(tmp_path, 1))
 
-    def fail(self: MemoryFileSystem, path: str, **kwargs: Any) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise OSError("no response")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, "rm", fail)
+        patch.setattr(obstore, "put", fail)
         with pytest.raises(StoreUnavailable):
             await registry.begin_delete("a")
     await registry.update("a", display_name="still here")
     await registry.close()
-    assert sorted(MemoryFileSystem().ls(f"{tmp_path.name}/adapters", detail=False)) == [
-        f"/{tmp_path.name}/adapters/a.deleting",
-        f"/{tmp_path.name}/adapters/a.json",
-    ]
     registry = await open_registry(place)
     assert registry.get("a").display_name == "still here" and registry.resolve("a")
-    assert MemoryFileSystem().ls(f"{tmp_path.name}/adapters", detail=False) == [f"/{tmp_path.name}/adapters/a.json"]
     await registry.begin_delete("a")
     await registry.close()
     registry = await open_registry(place)  # killed before the deletion ended
     assert registry.list_part()[0] == []
-    assert MemoryFileSystem().find(f"{tmp_path.name}/adapters") == []
+    assert memory.list("adapters") == []
     await registry.close()
 
 

@@ -21,7 +21,7 @@ from control_plane.registry.name_index import NameIndex, nearest
 from control_plane.registry.records import AdapterState
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.store_files import StoreFiles, StoreLocked
+from control_plane.registry.store.store import FencedStore, StoreLocked
 from tests.control_plane.registry.rig import base_model, files, open_registry
 from tests.control_plane.registry.watched_files import WatchedFiles
 
@@ -157,7 +157,7 @@ async def test_versions_are_paged_newest_first(registry: Registry, tmp_path: Pat
 
 
 async def test_concurrent_registrations_and_deletions_stay_whole(
-    registry: Registry, storage: StoreFiles, tmp_path: Path
+    registry: Registry, storage: FencedStore, tmp_path: Path
 ) -> None:
     """The same bytes under many names, some deleted meanwhile: what is listed can be read."""
     source = files(tmp_path)
@@ -192,7 +192,7 @@ async def test_a_hundred_thousand_names_are_listed_page_by_page() -> None:
 
 
 async def test_versions_are_deleted_but_for_the_active_one(
-    registry: Registry, storage: StoreFiles, tmp_path: Path
+    registry: Registry, storage: FencedStore, tmp_path: Path
 ) -> None:
     first, second, third = [
         (await registry.register("a", files(tmp_path, seed))).record.active_digest for seed in range(3)
@@ -223,7 +223,7 @@ async def test_versions_are_deleted_but_for_the_active_one(
 
 
 async def test_a_version_that_is_registered_again_while_it_is_deleted_keeps_its_weights(
-    registry: Registry, storage: StoreFiles, tmp_path: Path
+    registry: Registry, storage: FencedStore, tmp_path: Path
 ) -> None:
     first = (await registry.register("a", files(tmp_path, 1))).record.active_digest
     await registry.register("a", files(tmp_path, 2))

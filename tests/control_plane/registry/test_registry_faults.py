@@ -7,6 +7,7 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -19,13 +20,16 @@ from control_plane.registry.peft import packing
 from control_plane.registry.records import AdapterState
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.store_files import LocalFiles, StoreFiles
+from control_plane.registry.store.directory_store import DirectoryStore
+from control_plane.registry.store.store import FencedStore, replace
 from tests.control_plane.registry.rig import Crash, files, open_registry
 from tests.control_plane.registry.watched_files import WatchedFiles
 
+_T = TypeVar("_T")
 
-class FailingFiles(LocalFiles):
-    """Fails at one mutation, before or after it took effect. A move is one, though it writes nothing."""
+
+class FailingFiles(DirectoryStore):
+    """Fails at one mutation, before or after it took effect."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -34,37 +38,32 @@ class FailingFiles(LocalFiles):
         self.error: Callable[[], BaseException] = lambda: Crash()
         self.num_mutations = 0
 
-    def _step(self, mutate: Callable[[], None]) -> None:
+    def _step(self, mutate: Callable[[], _T]) -> _T:
         self.num_mutations += 1
         is_now = self.num_mutations == self.fail_at
         if is_now and not self.is_after:
             raise self.error()
         if self.fail_at is not None and self.num_mutations > self.fail_at and isinstance(self.error(), Crash):
             raise Crash  # dead
-        mutate()
+        result = mutate()
         if is_now:
             raise self.error()
+        return result
 
-    def write(self, path: str, data: bytes) -> None:
-        self._step(lambda: LocalFiles.write(self, path, data))
+    def put_if_absent(self, key: str, content: bytes | Path) -> str:
+        return self._step(lambda: DirectoryStore.put_if_absent(self, key, content))
 
-    def write_file(self, path: str, source: Path) -> None:
-        self._step(lambda: LocalFiles.write_file(self, path, source))
+    def replace_if_match(self, key: str, content: bytes | Path, tag: str) -> str:
+        return self._step(lambda: DirectoryStore.replace_if_match(self, key, content, tag))
 
-    def move(self, path: str, new_path: str) -> None:
-        self._step(lambda: LocalFiles.move(self, path, new_path))
-
-    def delete(self, path: str) -> None:
-        self._step(lambda: LocalFiles.delete(self, path))
-
-    def delete_tree(self, path: str) -> None:
-        self._step(lambda: LocalFiles.delete_tree(self, path))
+    def delete(self, key: str, tag: str | None = None) -> None:
+        self._step(lambda: DirectoryStore.delete(self, key, tag))
 
 
 @pytest.mark.parametrize("is_after", [False, True])
 async def test_a_crash_at_any_step_leaves_all_or_nothing(tmp_path: Path, is_after: bool) -> None:
     """Register, register anew, delete a version, delete: after a crash at any step what is listed is whole."""
-    for step in range(1, 60):
+    for step in range(1, 90):
         root = tmp_path / str(step)
         storage = FailingFiles(root)
         registry = await open_registry(storage)
@@ -81,7 +80,7 @@ async def test_a_crash_at_any_step_leaves_all_or_nothing(tmp_path: Path, is_afte
             await registry.finish_delete("a")
         except Crash:
             has_crashed = True
-        storage.close()
+        storage.fence.close()
         again = await open_registry(str(root))
         assert again.resolve("kept").version.digest == kept
         named = {version.digest for record in again.list_part()[0] for version in record.versions}
@@ -195,23 +194,23 @@ async def test_a_cancelled_registration_leaves_memory_and_store_alike(tmp_path: 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest"])
 async def test_registering_the_same_bytes_again_repairs_a_damaged_blob(
-    registry: Registry, storage: StoreFiles, tmp_path: Path, damage: str
+    registry: Registry, storage: FencedStore, tmp_path: Path, damage: str
 ) -> None:
     digest = (await registry.register("a", files(tmp_path))).record.active_digest
     chunk, manifest = f"blobs/{digest}/00001.safetensors", f"blobs/{digest}/manifest.json"
-    good = {path: storage.read(path) for path in (chunk, manifest)}
+    good = {path: storage.get(path)[0] for path in (chunk, manifest)}
     if damage == "flip":
-        storage.write(chunk, good[chunk][:-1] + bytes([good[chunk][-1] ^ 1]))
+        replace(storage, chunk, good[chunk][:-1] + bytes([good[chunk][-1] ^ 1]))
     elif damage == "cut":
-        storage.write(chunk, good[chunk][:-1])
+        replace(storage, chunk, good[chunk][:-1])
     elif damage == "missing":
         storage.delete(chunk)
     else:
-        storage.write(manifest, b"{}")
+        replace(storage, manifest, b"{}")
     record = registry.get("a")
     registered = await registry.register("a", files(tmp_path))
     assert registered.record is record and registered.is_repaired  # nothing of the name changes
-    assert {path: storage.read(path) for path in good} == good
+    assert {path: storage.get(path)[0] for path in good} == good
     assert not (await registry.register("a", files(tmp_path))).is_repaired
 
 
@@ -228,16 +227,16 @@ async def test_a_whole_blob_is_read_and_not_written_again(tmp_path: Path) -> Non
 async def test_deleting_needs_no_space(tmp_path: Path) -> None:
     """On a full disk every write fails; deleting is what helps."""
 
-    class FullDisk(LocalFiles):
+    class FullDisk(DirectoryStore):
         is_full = False
 
-        def write(self, path: str, data: bytes) -> None:
+        def put_if_absent(self, key: str, content: bytes | Path) -> str:
             self._take_space()
-            super().write(path, data)
+            return super().put_if_absent(key, content)
 
-        def write_file(self, path: str, source: Path) -> None:
+        def replace_if_match(self, key: str, content: bytes | Path, tag: str) -> str:
             self._take_space()
-            super().write_file(path, source)
+            return super().replace_if_match(key, content, tag)
 
         def _take_space(self) -> None:
             if self.is_full:

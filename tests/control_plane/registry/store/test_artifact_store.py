@@ -11,19 +11,27 @@ import pytest
 from control_plane.directory_lock import DirectoryAway
 from control_plane.errors import Exhausted, StoreUnavailable
 from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.store_files import LocalFiles, StoreLocked
+from control_plane.registry.store.directory_store import DirectoryStore
+from control_plane.registry.store.store import StoreLocked
 from control_plane.registry.store.store_lease import LeaseLost
 
 
-class FailingFiles(LocalFiles):
+class FailingFiles(DirectoryStore):
     """Raises what a test gives on every write."""
 
     error: OSError | None = None
 
-    def write(self, path: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, content: bytes | Path) -> str:
+        self._fail()
+        return super().put_if_absent(key, content)
+
+    def replace_if_match(self, key: str, content: bytes | Path, tag: str) -> str:
+        self._fail()
+        return super().replace_if_match(key, content, tag)
+
+    def _fail(self) -> None:
         if self.error is not None:
             raise self.error
-        super().write(path, data)
 
 
 def test_every_start_counts_and_one_that_fails_leaves_no_lock(tmp_path: Path) -> None:
@@ -39,7 +47,7 @@ def test_every_start_counts_and_one_that_fails_leaves_no_lock(tmp_path: Path) ->
         store.acquire()
     other.close()
     assert store.acquire() == 2
-    assert json.loads((tmp_path / "incarnation.json").read_bytes()) == {"incarnation": 2}
+    assert json.loads((tmp_path / "incarnation.json").read_bytes())["incarnation"] == 2
     store.close()
 
 
@@ -62,14 +70,14 @@ def test_failures_are_errors_for_clients(tmp_path: Path, error: OSError, kind: t
     files = FailingFiles(tmp_path)
     files.error = error
     with pytest.raises(kind, match=words) as caught:
-        ArtifactStore(files).write_record("a", b"{}")
+        ArtifactStore(files).write_record("a", b"{}", expected=lambda found: True)
     assert "secret" not in str(caught.value)
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     store = ArtifactStore(str(tmp_path))
     store.acquire()
-    store.write_record("a", b"{}")
+    store.write_record("a", b"{}", expected=lambda found: found is None)
     for path in ("adapters/README", "adapters/A.json", "blobs/notes", "versions/.trash"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("x")

@@ -7,17 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from control_plane.registry.store.remote_files import RemoteFiles
+from control_plane.registry.store.bucket import Bucket, memory_store
+from control_plane.registry.store.store import replace
 from control_plane.registry.store.store_lease import LEASE_S, LeaseLost, LeaseTaken, StoreLease
 
 
-class Bucket:
+class SharedBucket:
     """A bucket in memory, and the control planes that look at it, all on one clock that tests move."""
 
     def __init__(self) -> None:
-        from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
-
-        self.files = RemoteFiles(MemoryFileSystem(), f"lease-{uuid.uuid4().hex}")
+        self.files = Bucket(memory_store(f"lease-{uuid.uuid4().hex}"))
         self.now_s = 100.0
         self.while_waiting: Callable[[], None] = lambda: None
 
@@ -31,15 +30,15 @@ class Bucket:
 
     @property
     def documents(self) -> list[str]:
-        return self.files.names("leases")
+        return [entry.name for entry in self.files.list("leases")]
 
 
 @pytest.fixture
-def bucket() -> Bucket:
-    return Bucket()
+def bucket() -> SharedBucket:
+    return SharedBucket()
 
 
-def test_a_second_control_plane_is_refused_while_the_first_renews(bucket: Bucket) -> None:
+def test_a_second_control_plane_is_refused_while_the_first_renews(bucket: SharedBucket) -> None:
     first, second = bucket.lease(), bucket.lease()
     first.acquire()
     bucket.while_waiting = first.renew
@@ -50,7 +49,7 @@ def test_a_second_control_plane_is_refused_while_the_first_renews(bucket: Bucket
     second.check()  # never had it: no check
 
 
-def test_a_lease_that_was_given_back_is_taken_at_once(bucket: Bucket) -> None:
+def test_a_lease_that_was_given_back_is_taken_at_once(bucket: SharedBucket) -> None:
     first, second = bucket.lease(), bucket.lease()
     first.acquire()
     first.release()
@@ -61,7 +60,7 @@ def test_a_lease_that_was_given_back_is_taken_at_once(bucket: Bucket) -> None:
     assert bucket.documents == ["000000000001.json", "000000000002.json"]
 
 
-def test_the_lease_of_a_killed_control_plane_is_waited_for(bucket: Bucket) -> None:
+def test_the_lease_of_a_killed_control_plane_is_waited_for(bucket: SharedBucket) -> None:
     bucket.lease().acquire()
     before_s = bucket.now_s
     second = bucket.lease()
@@ -70,7 +69,7 @@ def test_the_lease_of_a_killed_control_plane_is_waited_for(bucket: Bucket) -> No
     second.check()
 
 
-def test_a_lease_that_is_given_back_during_the_wait_is_taken(bucket: Bucket) -> None:
+def test_a_lease_that_is_given_back_during_the_wait_is_taken(bucket: SharedBucket) -> None:
     first, second = bucket.lease(), bucket.lease()
     first.acquire()
     bucket.while_waiting = first.release
@@ -80,7 +79,7 @@ def test_a_lease_that_is_given_back_during_the_wait_is_taken(bucket: Bucket) -> 
     second.check()
 
 
-def test_the_operators_word_takes_a_lease_over_at_once_and_the_former_owner_finds_out(bucket: Bucket) -> None:
+def test_the_operators_word_takes_a_lease_over_at_once_and_the_former_owner_finds_out(bucket: SharedBucket) -> None:
     first, second = bucket.lease(), bucket.lease(takes_over=True)
     first.acquire()
     before_s = bucket.now_s
@@ -94,7 +93,7 @@ def test_the_operators_word_takes_a_lease_over_at_once_and_the_former_owner_find
     second.check()
 
 
-def test_a_lease_that_is_not_renewed_in_time_is_no_lease(bucket: Bucket) -> None:
+def test_a_lease_that_is_not_renewed_in_time_is_no_lease(bucket: SharedBucket) -> None:
     lease = bucket.lease()
     lease.acquire()
     bucket.now_s += LEASE_S
@@ -105,18 +104,18 @@ def test_a_lease_that_is_not_renewed_in_time_is_no_lease(bucket: Bucket) -> None
 
 
 def test_an_owner_that_wakes_up_while_its_lease_is_taken_keeps_it(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    bucket: SharedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks for a higher number before there is one, and the one who takes it looks at the owner after that."""
     first, second = bucket.lease(), bucket.lease()
     first.acquire()
-    create = bucket.files.create
+    create = bucket.files.put_if_absent
 
-    def renew_and_create(path: str, data: bytes) -> None:
+    def renew_and_create(path: str, data: bytes) -> str:
         first.renew()
-        create(path, data)
+        return create(path, data)
 
-    monkeypatch.setattr(bucket.files, "create", renew_and_create)
+    monkeypatch.setattr(bucket.files, "put_if_absent", renew_and_create)
     with pytest.raises(LeaseTaken):
         second.acquire()
     first.renew()
@@ -124,56 +123,56 @@ def test_an_owner_that_wakes_up_while_its_lease_is_taken_keeps_it(
     assert bucket.documents == ["000000000001.json"]
 
 
-def test_of_two_that_take_one_lease_one_gets_it(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_take_one_lease_one_gets_it(bucket: SharedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket.lease().acquire()
     second, third = bucket.lease(), bucket.lease()
-    create = bucket.files.create
+    create = bucket.files.put_if_absent
 
-    def be_slower(path: str, data: bytes) -> None:
-        monkeypatch.setattr(bucket.files, "create", create)
+    def be_slower(path: str, data: bytes) -> str:
+        monkeypatch.setattr(bucket.files, "put_if_absent", create)
         third.acquire()
-        create(path, data)
+        return create(path, data)
 
-    monkeypatch.setattr(bucket.files, "create", be_slower)
+    monkeypatch.setattr(bucket.files, "put_if_absent", be_slower)
     with pytest.raises(LeaseTaken, match="just now"):
         second.acquire()
     third.check()
 
 
 def test_who_slept_over_two_take_overs_takes_no_number_that_is_gone(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    bucket: SharedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.lease().acquire()
     sleeper = bucket.lease()
-    create = bucket.files.create
+    create = bucket.files.put_if_absent
 
-    def sleep_long(path: str, data: bytes) -> None:
-        monkeypatch.setattr(bucket.files, "create", create)
+    def sleep_long(path: str, data: bytes) -> str:
+        monkeypatch.setattr(bucket.files, "put_if_absent", create)
         for _ in range(3):
             last = bucket.lease()
             last.acquire()
             last.release()
-        create(path, data)
+        return create(path, data)
 
-    monkeypatch.setattr(bucket.files, "create", sleep_long)
+    monkeypatch.setattr(bucket.files, "put_if_absent", sleep_long)
     with pytest.raises(LeaseTaken):
         sleeper.acquire()
     assert bucket.documents == ["000000000003.json", "000000000004.json"]
 
 
-def test_other_files_beside_the_leases_are_ignored(bucket: Bucket) -> None:
+def test_other_files_beside_the_leases_are_ignored(bucket: SharedBucket) -> None:
     for name in ("x.json", "12.txt", "-3.json", "٣.json"):
-        bucket.files.replace(f"leases/{name}", b"{}")
-    bucket.files.replace("leases/000000000007.json", b"[" * 100_000)
+        replace(bucket.files, f"leases/{name}", b"{}")
+    replace(bucket.files, "leases/000000000007.json", b"[" * 100_000)
     bucket.lease().acquire()
     assert "000000000008.json" in bucket.documents
 
 
-def test_a_lease_renews_itself(bucket: Bucket) -> None:
+def test_a_lease_renews_itself(bucket: SharedBucket) -> None:
     renewed = StoreLease(bucket.files, renew_interval_s=0.01)
     renewed.acquire()
-    first = bucket.files.read("leases/000000000001.json")
-    while bucket.files.read("leases/000000000001.json") == first:
+    first = bucket.files.get("leases/000000000001.json")[0]
+    while bucket.files.get("leases/000000000001.json")[0] == first:
         pass
     renewed.release()
-    assert b'"is_released": true' in bucket.files.read("leases/000000000001.json")
+    assert b'"is_released": true' in bucket.files.get("leases/000000000001.json")[0]
