@@ -24,7 +24,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format sdk-reference adapter-fields check gpu-check soak faults mutate clean
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format sdk-reference adapter-fields check gpu-check soak faults kills mutate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -98,6 +98,9 @@ soak: setup  ## faults, bad inputs, relations and steady traffic for MINUTES=60,
 
 faults: setup  ## ROUNDS=1000 rounds of faults under load, by SEED=0; a table and a verdict at the end
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.hostile.faults --rounds $(ROUNDS) --seed $(SEED)
+
+kills: setup  ## ROUNDS=1000 kills of a registry at random moments, by SEED=0; what was acknowledged has to be there
+	OMP_NUM_THREADS=1 $(PY) -m tests.hostile.kills --rounds $(ROUNDS) --seed $(SEED)
 
 mutate: setup  ## small faults in MODULES="a.py b.py", MUTANTS=20 of each by SEED=0; names those that no test notices
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) .ci/mutate.py $(MODULES) --mutants $(MUTANTS) --seed $(SEED)
