@@ -1,5 +1,6 @@
-"""Turns a PEFT adapter directory into the messages of an upload, streamed from disk.
+"""Turns an adapter's directory, written by PEFT or by TensorRT-LLM's tools, into the messages of an upload.
 
+The files are streamed from disk.
 Everything that can be wrong with the directory is found before the first message.
 """
 
@@ -19,6 +20,8 @@ from motet.wire import rollout_message, visibility_message
 CHUNK_BYTES = 512 * 1024
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+# TensorRT-LLM's arrays, and the exact values that `motet convert peft-to-trtllm` may write beside them.
+WEIGHTS_ARRAY, ROWS_ARRAY, EXACT_ARRAY = "model.lora_weights.npy", "model.lora_config.npy", "model.lora_exact.npy"
 SIGNATURE_FILE = "model.sig"  # sent where the directory has one
 _PICKLE_FILE = "adapter_model.bin"
 _LFS_POINTER = b"version https://git-lfs"
@@ -102,6 +105,8 @@ class AdapterUpload:
 def _adapter_files(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise invalid_field("directory", f"{directory} is not a directory; give the one PEFT's save_pretrained wrote")
+    if (directory / WEIGHTS_ARRAY).is_file():
+        return _trtllm_files(directory)
     config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     if not weights.is_file() and (directory / _PICKLE_FILE).is_file():
         raise invalid_field(
@@ -118,6 +123,23 @@ def _adapter_files(directory: Path) -> list[Path]:
             )
     signature = directory / SIGNATURE_FILE
     return [config, weights, *([signature] if signature.is_file() else [])]
+
+
+def _trtllm_files(directory: Path) -> list[Path]:
+    if (directory / WEIGHTS_FILE).is_file():
+        raise invalid_field(
+            "directory",
+            f"{directory} has {WEIGHTS_ARRAY} and {WEIGHTS_FILE}; keep one of the two",
+            reason="ADAPTER_INVALID",
+        )
+    if not (directory / ROWS_ARRAY).is_file():
+        raise invalid_field(
+            "directory",
+            f"{directory} has no {ROWS_ARRAY}, which TensorRT-LLM's hf_lora_convert.py writes beside {WEIGHTS_ARRAY}",
+            reason="ADAPTER_INVALID",
+        )
+    beside = [directory / name for name in (CONFIG_FILE, EXACT_ARRAY, SIGNATURE_FILE)]
+    return [directory / WEIGHTS_ARRAY, directory / ROWS_ARRAY, *(path for path in beside if path.is_file())]
 
 
 def _way_on(directory: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from control_plane.checks import quoted, refuse
 from control_plane.errors import PathNotAllowed
-from control_plane.registry.peft.ingest import FILE_NAMES
+from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY
 from control_plane.signatures.verifier import SIGNATURE_FILE
 from control_plane.store_calls import StoreCalls
 
@@ -38,14 +38,15 @@ class AdapterRoots:
         if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts) or len(source) > 1024:
             raise PathNotAllowed(f"source {quoted(source)}: not a plain relative path below its root")
         files = {}
-        for name in (*FILE_NAMES, SIGNATURE_FILE):
+        written = TRTLLM if _exists(root.joinpath(*parts, WEIGHTS_ARRAY)) else PEFT
+        for name in (*written.names, SIGNATURE_FILE):
             try:
                 path = root.joinpath(*parts, name).resolve(strict=True)
             except (OSError, RuntimeError):
-                if name == SIGNATURE_FILE:  # not every adapter is signed
+                if name not in written.required:  # not every adapter is signed
                     continue
                 raise refuse(
-                    "source", f"{quoted(source)} has no {name}; name a directory that PEFT's save_pretrained wrote"
+                    "source", f"{quoted(source)} has no {name}; name a directory that {written.written_by} wrote"
                 ) from None
             if not path.is_relative_to(root):
                 raise PathNotAllowed(f"source {quoted(source)} leads out of its root")
@@ -53,3 +54,10 @@ class AdapterRoots:
                 raise refuse("source", f"{quoted(source)}: {name} is not a file")
             files[name] = path
         return files
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, RuntimeError):  # a loop of links, or a directory that may not be read
+        return False

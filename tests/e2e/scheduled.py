@@ -10,9 +10,10 @@ from pathlib import Path
 from contract.v1 import plan_pb2
 from control_plane.fleet.workers.reports import check_targets, report_of
 from control_plane.fleet.workers.wire import PlanEncoder, limits_of
+from control_plane.registry.adapter_files import ALL_NAMES
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
-from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
+from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import SchedulerSettings
@@ -52,8 +53,8 @@ class IngestedAdapter:
 
 
 def ingested(directory: Path, base_model: BaseModel, reported: Modules = NOTHING_REPORTED) -> IngestedAdapter:
-    """What the registry makes of a PEFT directory. `reported` is what workers report of the model."""
-    files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    """What the registry makes of a directory. `reported` is what workers report of the model."""
+    files = {name: directory / name for name in ALL_NAMES if (directory / name).exists()}
     return IngestedAdapter(*pack(files, base_model, max_adapter_bytes=1 << 30, reported=reported))
 
 

@@ -29,7 +29,7 @@ def add_parser(commands: Subparsers) -> None:
 
     add = action("add", "upload a PEFT adapter directory; a known name gets a new version")
     add.add_argument("name", metavar="NAME")
-    add.add_argument("directory", metavar="DIR", help="holds adapter_config.json and adapter_model.safetensors")
+    add.add_argument("directory", metavar="DIR", help="as PEFT's save_pretrained or TensorRT-LLM's converter wrote it")
     add.add_argument("--display-name", default="", help="free text for people, at most 256 bytes (default: none)")
     add.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     _add_ownership(add)

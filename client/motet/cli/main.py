@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from motet import __version__
-from motet.cli import adapters, audit, exits, generate, keys, server_parts, status, up
+from motet.cli import adapters, audit, convert, exits, generate, keys, server_parts, status, up
 from motet.cli.context import Subparsers, server_option
 from motet.command_line import Parser
 from motet.errors import MotetError
@@ -19,6 +19,7 @@ _CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
     "status": status.add_parser,
     "audit": audit.add_parser,
     "keys": keys.add_parser,
+    "convert": convert.add_parser,
 }
 # Their command lines belong to the server parts, so they are handed over unread.
 _HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {

@@ -33,7 +33,7 @@ from control_plane.checks import (
 )
 from control_plane.directory_lock import PRIVATE
 from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
-from control_plane.registry.peft.ingest import FILE_NAMES
+from control_plane.registry.adapter_files import ALL_NAMES, PEFT, TRTLLM, names_error
 from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES
 from control_plane.signatures.verifier import SIGNATURE_FILE
 
@@ -218,13 +218,14 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     check_request_id(header.request_id, "header.request_id", violations)
     check_ownership(header, "header.", violations)
     checked_version_rollout(header, "header.", violations)
-    expected = " and ".join(FILE_NAMES)
     if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million
+        expected = ", or ".join(" and ".join(known.required) for known in (PEFT, TRTLLM))
         violations.add("header.files", f"has {len(header.files)} files; send {expected}, each once")
         violations.raise_if_any()
-    names = sorted(file.name for file in header.files)
-    for index, file in enumerate(header.files[: len(FILE_NAMES) + 2]):
-        if file.name not in (*FILE_NAMES, SIGNATURE_FILE):
+    names = [file.name for file in header.files if file.name != SIGNATURE_FILE]
+    for index, file in enumerate(header.files[: len(ALL_NAMES) + 2]):
+        if file.name not in (*ALL_NAMES, SIGNATURE_FILE):
+            expected = " and ".join(PEFT.required)
             violations.add(
                 f"header.files[{index}].name", f"is not a file of an adapter; send {expected}, and {SIGNATURE_FILE}"
             )
@@ -237,8 +238,9 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
             violations.add(f"header.files[{index}].sha256", f"is not a valid SHA-256: {DIGEST_FORM}")
         if file.size_bytes == 0:
             violations.add(f"header.files[{index}].size_bytes", "is 0; send a file that is not empty")
-    if names not in (sorted(FILE_NAMES), sorted((*FILE_NAMES, SIGNATURE_FILE))) and not violations:
-        violations.add("header.files", f"has {len(header.files)} files; send {expected}, each once")
+    wrong = names_error(names) or (len(names) < len(header.files) - 1 and f"has {SIGNATURE_FILE} twice; send it once")
+    if wrong and not violations:
+        violations.add("header.files", wrong)
     total = sum(file.size_bytes for file in header.files)
     if total > max_adapter_bytes:
         violations.add(

@@ -64,14 +64,22 @@ class FileSource:
         """See TensorSource."""
         num_columns = entry.shape[1] if len(entry.shape) == 2 else 1
         itemsize = SOURCE_ITEMSIZE[entry.dtype]
-        num_reads, values_each = (1, count * width) if width == num_columns else (count, width)
-        parts = []
-        for index in range(num_reads):
-            self._file.seek(entry.start + ((row + index) * num_columns + column) * itemsize)
-            parts.append(self._file.read(values_each * itemsize))
-            if len(parts[-1]) != values_each * itemsize:
-                raise refuse(FIELD, "became shorter while it was read; send it again")
-        return decode(b"".join(parts), entry.dtype, (count, width))
+        raw = read_block(self._file, entry.start, itemsize, num_columns, row, column, count, width)
+        return decode(raw, entry.dtype, (count, width))
+
+
+def read_block(
+    file: BinaryIO, start: int, itemsize: int, num_columns: int, row: int, column: int, count: int, width: int
+) -> bytes:
+    """`count` rows of `width` values each, of a tensor that begins at `start`. Raises InvalidAdapter."""
+    num_reads, values_each = (1, count * width) if width == num_columns else (count, width)
+    parts = []
+    for index in range(num_reads):
+        file.seek(start + ((row + index) * num_columns + column) * itemsize)
+        parts.append(file.read(values_each * itemsize))
+        if len(parts[-1]) != values_each * itemsize:
+            raise refuse(FIELD, "became shorter while it was read; send it again")
+    return b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

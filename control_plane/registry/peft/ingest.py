@@ -1,4 +1,6 @@
-"""Turns the files of a PEFT adapter into the packed layout of docs/protocol.md, checking everything on the way.
+"""Turns the files of an adapter into the packed layout of docs/protocol.md, checking everything on the way.
+
+The names of the files say whether they are PEFT's or, read by registry/trtllm, TensorRT-LLM's.
 
 Runs in a thread. A few MiB of an adapter are in memory at a time, whatever its size. The same input gives the same
 bytes, hence the same digest, on every machine.
@@ -19,6 +21,9 @@ from contract.expert_names import of_all
 from contract.packed_layout import FORMAT, arena_bytes, chunk_name
 from contract.rope_scaling import RopeScaling
 from control_plane.errors import FieldViolation
+from control_plane.registry.adapter_files import CONFIG_FILE as CONFIG_FILE
+from control_plane.registry.adapter_files import PEFT, TRTLLM, AdapterFormat, format_of
+from control_plane.registry.adapter_files import WEIGHTS_FILE as WEIGHTS_FILE
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
@@ -32,11 +37,10 @@ from control_plane.registry.peft.safetensors_header import TensorEntry, read_hea
 from control_plane.registry.peft.target_modules import TargetModules
 from control_plane.registry.peft.tensor_names import own_biases
 from control_plane.registry.peft.trained_biases import with_trained_biases
+from control_plane.registry.trtllm.rows import opened_rows
 from control_plane.signatures.verdict import SignatureVerdict
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-FILE_NAMES = (CONFIG_FILE, WEIGHTS_FILE)
+FILE_NAMES = PEFT.required
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +82,17 @@ def ingest(
     Raises InvalidAdapter with all that is wrong with the configuration and the tensors; values are read where both are
     right.
 
-    `files` maps adapter_config.json and adapter_model.safetensors to local files that the server wrote or chose.
+    `files` maps the names of adapter_files.py to local files that the server wrote or chose.
     `reported` is what workers report of the model's modules. `check` is called every few MiB, and may
     raise to end the work.
     """
     targets, problems = TargetModules.of(base_model, reported), Problems()
-    _check_file_names(files, problems)
+    written = format_of(files)
+    _check_file_names(files, written, problems)
+    if written is TRTLLM:
+        problems.raise_all()
+        with opened_rows(files, targets, max_adapter_bytes, problems) as rows:
+            return _pack(rows.source, rows.kind, rows.modules, base_model, directory, check)
     config = None
     if CONFIG_FILE in files:
         with files[CONFIG_FILE].open("rb") as config_file:
@@ -109,12 +118,13 @@ def ingest(
         return _pack(FileSource(found.source), config.manifest_kind, modules, base_model, directory, check, rope)
 
 
-def _check_file_names(files: Mapping[str, Path], problems: Problems) -> None:
-    for name in sorted(set(files) - set(FILE_NAMES)):
-        problems.add(FieldViolation(shorten(name), f"only {CONFIG_FILE} and {WEIGHTS_FILE} belong to an adapter"))
-    for name in FILE_NAMES:
+def _check_file_names(files: Mapping[str, Path], written: AdapterFormat, problems: Problems) -> None:
+    for name in sorted(set(files) - set(written.names)):
+        belong = " and ".join(written.names)
+        problems.add(FieldViolation(shorten(name), f"only {belong} belong to an adapter of {written.written_by}"))
+    for name in written.required:
         if name not in files:
-            problems.add(FieldViolation(name, "is missing; save the adapter with PEFT's save_pretrained"))
+            problems.add(FieldViolation(name, f"is missing; {written.written_by} writes it"))
 
 
 def _read_entries(file: BinaryIO, targets: TargetModules, max_adapter_bytes: int) -> dict[str, TensorEntry]:

@@ -76,7 +76,7 @@ def plan_modules(
             with problems.collected():
                 scaling = config.scaling_of(named, rank)
             plans.append(_plan_module(name, found[name], packed, rank, scaling, targets))
-    _check_targets(config, tensors.names, found, targets, problems, is_complete=not has_bad_names)
+    check_targets(config, tensors.names, found, targets, problems, is_complete=not has_bad_names)
     return plans
 
 
@@ -108,7 +108,7 @@ def _check_ties(config: AdapterConfig, found: Collection[str], targets: TargetMo
         problems.add(FieldViolation("ensure_weight_tying", description))
 
 
-def _check_targets(
+def check_targets(
     config: AdapterConfig,
     in_config: Mapping[str, str],
     found: Mapping[str, object],

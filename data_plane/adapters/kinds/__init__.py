@@ -10,13 +10,14 @@ from collections.abc import Iterable
 
 from data_plane.adapters.kinds.adapter_kind import AdapterKind
 from data_plane.adapters.kinds.base_bias import BaseBias, DoraWithBaseBias, LoraWithBaseBias, LoraWithBiases
-from data_plane.adapters.kinds.dora import Dora
+from data_plane.adapters.kinds.dora import Dora, NormalisedDora
 from data_plane.adapters.kinds.lora import Lora, LoraWithBias
 
 KINDS: tuple[AdapterKind, ...] = (
     Lora(),
     LoraWithBias(),
     Dora(),
+    NormalisedDora(),
     BaseBias(),
     LoraWithBaseBias(),
     LoraWithBiases(),

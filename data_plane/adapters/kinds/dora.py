@@ -27,6 +27,18 @@ class Dora(AdapterKind):
         return ArenaWeights(a, b, {"dora_scale": scale})
 
 
+class NormalisedDora(AdapterKind):
+    """A, B and the DoRA scale itself, as TensorRT-LLM has it: nothing is left to compute."""
+
+    name = "dora"
+    parts: ClassVar[tuple[Part, ...]] = (PART_A, PART_B, Part("dora_scale", ("out_features",), "float32"))
+    tables: ClassVar[tuple[str, ...]] = ("dora_scale",)
+
+    def weights(self, packed: PackedModule) -> ArenaWeights:
+        """See AdapterKind."""
+        return ArenaWeights(packed.tensors["a"], packed.tensors["b"], {"dora_scale": packed.tensors["dora_scale"]})
+
+
 def dora_scale(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
 ) -> torch.Tensor:

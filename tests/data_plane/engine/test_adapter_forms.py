@@ -6,7 +6,7 @@ Base rows, plain adapters and all others share each batch; in a second round eve
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,12 @@ def check_forms(
     sizes: dict[str, Any] | None = None,
     converted: Sequence[str] = (),
     device: str = "cpu",
+    registered: Callable[[str, Path, Path], Path] | None = None,
 ) -> None:
     """Every adapter and the base give in two mixed batches the tokens of transformers and PEFT alone.
 
     `converted` are values of init_lora_weights of further adapters, which PEFT converts to plain LoRA.
+    `registered` gives for a name, PEFT's directory and the checkpoint the directory that is ingested instead.
     """
     checkpoint = make_checkpoint(directory / "model", arch, **(sizes or {}))
     base_model = BaseModel.load(checkpoint)
@@ -47,7 +49,10 @@ def check_forms(
         for seed, (name, form) in enumerate(forms.items())
     }
     paths |= {init: make_converted(directory / init, checkpoint, init) for init in converted}
-    adapters = {name: ingested(path, base_model) for name, path in paths.items()}
+    adapters = {
+        name: ingested(registered(name, path, checkpoint) if registered else path, base_model)
+        for name, path in paths.items()
+    }
     engine = build_engine(worker_config(checkpoint, device=device))
     prompts = [make_prompt(seed, length) for seed, length in enumerate(PROMPT_LENGTHS)]
     # PEFT puts trained biases into the base model itself: such an adapter has an oracle of its own.

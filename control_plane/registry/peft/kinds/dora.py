@@ -20,3 +20,7 @@ DORA = AdapterKind(
     (PART_A, PART_B, PART_MAGNITUDE),
     (EMBEDDING_PART_A, EMBEDDING_PART_B, PART_MAGNITUDE),
 )
+
+# What TensorRT-LLM keeps in the magnitude's place: the magnitude over the norm of the changed weight's rows. Never in
+# PEFT's files.
+PART_DORA_SCALE = Part("dora_scale", (), "dora_scale", ("out_features",), is_vector=True)

@@ -1,0 +1,50 @@
+"""The files that an adapter consists of, by the format that it is written in. The names decide about the format."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+WEIGHTS_ARRAY = "model.lora_weights.npy"
+ROWS_ARRAY = "model.lora_config.npy"
+EXACT_ARRAY = "model.lora_exact.npy"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFormat:
+    """One way to write an adapter."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    written_by: str  # for messages
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All files that it may have."""
+        return (*self.required, *self.optional)
+
+
+PEFT = AdapterFormat((CONFIG_FILE, WEIGHTS_FILE), (), "PEFT's save_pretrained")
+TRTLLM = AdapterFormat(
+    (WEIGHTS_ARRAY, ROWS_ARRAY), (CONFIG_FILE, EXACT_ARRAY), "TensorRT-LLM's hf_lora_convert.py or `motet convert`"
+)
+FORMATS = (PEFT, TRTLLM)
+ALL_NAMES = tuple(dict.fromkeys(name for known in FORMATS for name in known.names))
+
+
+def format_of(names: Collection[str]) -> AdapterFormat:
+    """TensorRT-LLM's where one of its two arrays is among the names, and PEFT's otherwise."""
+    return TRTLLM if any(name in names for name in TRTLLM.required) else PEFT
+
+
+def names_error(names: Collection[str]) -> str:
+    """What is wrong with the names of an adapter's files, a signature left out; empty if nothing is."""
+    written = format_of(names)
+    is_complete = all(name in names for name in written.required) and len(set(names)) == len(names)
+    if is_complete and all(name in written.names for name in names):
+        return ""
+    expected = [" and ".join(known.required) for known in FORMATS]
+    beside = f", beside these {' and '.join(written.optional)}" if written.optional else ""
+    return f"has {len(names)} files; send {', or '.join(expected)}{beside}, each once"
