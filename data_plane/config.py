@@ -26,6 +26,7 @@ from data_plane.errors import ConfigError
 
 TLS_FLAGS = ("--control-plane-tls-ca", "--control-plane-tls-cert", "--control-plane-tls-key")
 CPU_TOKEN_BUDGET = 1024
+DEFAULT_ARENA_BYTES = 1 << 30
 CUDA_TOKEN_BUDGET = 8192
 
 
@@ -93,7 +94,15 @@ class WorkerConfig:
         highest=MAX_STEP_TOKENS,
     )
     max_rows: int = setting("most requests on this worker at once", 256, unit="a count", lowest=1, highest=MAX_ROWS)
-    arena_bytes: int = setting("memory for adapters", 1 << 30, unit="bytes", parse=byte_size, lowest=0)
+    arena_bytes: int = setting("memory for adapters", DEFAULT_ARENA_BYTES, unit="bytes", parse=byte_size, lowest=0)
+    arena_memory_share: float | None = setting(
+        "memory for adapters as a share of what is free once the weights are loaded, in place of --arena-bytes",
+        None,
+        unit="no unit",
+        shown_default="none",
+        lowest=0.001,
+        highest=0.9,
+    )
     num_slots: int = setting("adapters in memory at once", 256, unit="a count", lowest=1, highest=MAX_SLOTS)
     max_model_len: int | None = setting(
         "longest context",
@@ -173,6 +182,11 @@ class WorkerConfig:
             )
         if not is_worker_id(self.worker_id):
             raise ConfigError(f"--worker-id: {self.worker_id!r} is not a valid worker id: {WORKER_ID_FORM}")
+        if self.arena_memory_share is not None and self.arena_bytes != DEFAULT_ARENA_BYTES:
+            raise ConfigError(
+                f"--arena-memory-share: {self.arena_memory_share} is given beside --arena-bytes {self.arena_bytes}; "
+                "give one of the two"
+            )
         host, _, port = self.control_plane.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"--control-plane: {self.control_plane!r} is not HOST:PORT with a port of 1 to 65535")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from control_plane.checks import quoted, refuse
 from control_plane.errors import PathNotAllowed
-from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY
+from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY, WEIGHTS_FILE
 from control_plane.signatures.verifier import SIGNATURE_FILE
 from control_plane.store_calls import StoreCalls
 
@@ -39,6 +39,8 @@ class AdapterRoots:
             raise PathNotAllowed(f"source {quoted(source)}: not a plain relative path below its root")
         files = {}
         written = TRTLLM if _exists(root.joinpath(*parts, WEIGHTS_ARRAY)) else PEFT
+        if written is TRTLLM and _exists(root.joinpath(*parts, WEIGHTS_FILE)):
+            raise refuse("source", f"{quoted(source)} has {WEIGHTS_ARRAY} and {WEIGHTS_FILE}; keep one of the two")
         for name in (*written.names, SIGNATURE_FILE):
             try:
                 path = root.joinpath(*parts, name).resolve(strict=True)

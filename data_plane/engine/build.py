@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.config import WorkerConfig
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
-from data_plane.engine.kv_cache import KVCache, KVFormat, fitting_blocks
+from data_plane.engine.kv_cache import KVCache, KVFormat, fitting_blocks, free_bytes_on, free_host_bytes
 from data_plane.engine.native_check import check_recorded
 from data_plane.engine.warm_up import warm_up
 from data_plane.errors import ConfigError, UnsupportedModel
@@ -40,7 +42,6 @@ USUAL_RANK = 8
 def build_engine(config: WorkerConfig) -> TorchEngine:
     """An engine that serves the checkpoint in config.model_dir. Raises ConfigError naming the flag to change."""
     torch.set_num_threads(config.num_threads)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # stderr is for the log
     device = _device(config.device)
     _set_up_native_code(config, device)
     try:
@@ -50,6 +51,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
     if device.type == "cuda":
         check_launches(torch.cuda.get_device_name(device))
     loaded = _load(config, device)
+    config = with_arena(config, device)
     kv_format = KVFormat.of(config.kv_cache_dtype, loaded.dtype, device)
     layers = loaded.probe.attention_layers
     bytes_per_block = kv_format.block_bytes(layers, config.block_size)
@@ -136,6 +138,7 @@ def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
     logger.info("loading weights size_bytes=%d device=%s", weights_bytes, device, extra=shown(sentence))
     kv_tokens = config.num_blocks * config.block_size if config.num_blocks is not None else None
     started_s = time.perf_counter()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # stderr is for the log
     with logging_progress(logger):
         loaded = load_model(
             config.model_dir,
@@ -149,6 +152,17 @@ def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
     time_s = time.perf_counter() - started_s
     logger.info("model ready time_s=%.1f", time_s, extra=shown(f"weights loaded and model checked in {time_s:.1f} s"))
     return loaded
+
+
+def with_arena(
+    config: WorkerConfig, device: torch.device, free_bytes: Callable[[], int] = free_host_bytes
+) -> WorkerConfig:
+    """The configuration with the bytes of the arena, where a share of free memory is given. Call it after loading."""
+    if config.arena_memory_share is None:
+        return config
+    arena_bytes = int(free_bytes_on(device, free_bytes) * config.arena_memory_share)
+    logger.info("arena share=%g arena_bytes=%d", config.arena_memory_share, arena_bytes)
+    return replace(config, arena_bytes=arena_bytes, arena_memory_share=None)
 
 
 def _log_memory(num_tokens: int, kv_bytes: int, arena_bytes: int) -> None:

@@ -139,6 +139,11 @@ def _available_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def free_bytes_on(device: torch.device, free_bytes: Callable[[], int] = free_host_bytes) -> int:
+    """Memory that is free for blocks and adapters on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+
+
 def fitting_blocks(
     bytes_per_block: int,
     *,
@@ -152,10 +157,9 @@ def fitting_blocks(
 
     Raises ConfigError if not one fits.
     """
+    free, share = free_bytes_on(device, free_bytes), CPU_SHARE
     if device.type == "cuda":
-        free, share, host_kv_bytes = torch.cuda.mem_get_info(device)[0], CUDA_SHARE, 0
-    else:
-        free, share = free_bytes(), CPU_SHARE
+        share, host_kv_bytes = CUDA_SHARE, 0
     num_blocks = int(max(free - arena_bytes - host_kv_bytes, 0) * share) // bytes_per_block
     if num_blocks < 1:
         also = f" and --host-kv-bytes {host_kv_bytes}" if host_kv_bytes else ""

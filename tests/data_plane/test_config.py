@@ -72,6 +72,15 @@ def test_environment_is_the_default_and_a_flag_overrides_it(monkeypatch: pytest.
     assert parse("--num-blocks", "3").num_blocks == 3
 
 
+def test_an_arena_is_given_in_bytes_or_as_a_share() -> None:
+    assert parse("--arena-memory-share", "0.25").arena_memory_share == 0.25
+    for share in ("0", "0.95"):
+        with pytest.raises(ConfigError, match=r"^--arena-memory-share: "):
+            parse("--arena-memory-share", share)
+    with pytest.raises(ConfigError, match=r"--arena-memory-share: 0\.25 is given beside --arena-bytes 1048576"):
+        parse("--arena-memory-share", "0.25", "--arena-bytes", "1MiB")
+
+
 def test_an_empty_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("--native-cache", "/c").native_cache == Path("/c")
     monkeypatch.setenv("MOTET_NATIVE_CACHE", "/e")

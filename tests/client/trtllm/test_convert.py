@@ -14,7 +14,7 @@ from motet.cli.main import main
 from motet.errors import InvalidArgument
 from motet.trtllm.to_peft import trtllm_to_peft
 from motet.trtllm.to_rows import peft_to_trtllm
-from motet.uploads import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE
+from motet.uploads import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE, AdapterUpload
 from safetensors.torch import load_file, save_file
 
 from control_plane.registry.model.base_model import BaseModel
@@ -180,3 +180,17 @@ def test_the_command_says_where_values_were_rounded(
     assert sorted(path.name for path in (tmp_path / "rows").iterdir()) == [ROWS_ARRAY, WEIGHTS_ARRAY]
     assert main(["convert", "trtllm-to-peft", rows, str(tmp_path / "back")]) == 3
     assert "--base-model: is missing" in capsys.readouterr().err
+
+
+def test_a_directory_of_rows_is_uploaded_like_pefts(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    source, rows = adapter(tmp_path / "peft", checkpoints["llama"], rank=2, alpha=5), tmp_path / "rows"
+    peft_to_trtllm(source, rows)
+    sent = next(AdapterUpload("a", rows).messages()).header.files
+    assert [file.name for file in sent] == [WEIGHTS_ARRAY, ROWS_ARRAY, CONFIG_FILE, EXACT_ARRAY]
+    (rows / WEIGHTS_FILE).write_bytes(b"x")
+    with pytest.raises(InvalidArgument, match="keep one of the two"):
+        AdapterUpload("a", rows)
+    (rows / WEIGHTS_FILE).unlink()
+    (rows / ROWS_ARRAY).unlink()
+    with pytest.raises(InvalidArgument, match=r"has no model\.lora_config\.npy"):
+        AdapterUpload("a", rows)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from control_plane.adapters.roots import AdapterRoots
-from control_plane.errors import StoreUnavailable
+from control_plane.errors import InvalidRequest, StoreUnavailable
+from control_plane.registry.adapter_files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE
 from control_plane.registry.peft.ingest import FILE_NAMES
 from control_plane.store_calls import MAX_HUNG_CALLS, StoreCalls
 
@@ -42,4 +43,23 @@ async def test_a_root_that_hangs_is_refused_in_time_and_takes_no_threads_of_othe
             await asyncio.sleep(0)
     calls.timeout_s = LONG_S
     assert set(await roots.files(f"team/{tmp_path.name}")) == set(FILE_NAMES)
+    roots.close()
+
+
+async def test_the_files_of_a_directory_decide_about_its_format(tmp_path: Path) -> None:
+    directory, roots = tmp_path / "adapter", AdapterRoots({"team": tmp_path})
+    directory.mkdir()
+    for name in (WEIGHTS_ARRAY, ROWS_ARRAY):
+        (directory / name).write_text("x")
+    assert set(await roots.files("team/adapter")) == {WEIGHTS_ARRAY, ROWS_ARRAY}
+    for name in (CONFIG_FILE, EXACT_ARRAY):
+        (directory / name).write_text("x")
+    assert set(await roots.files("team/adapter")) == {WEIGHTS_ARRAY, ROWS_ARRAY, CONFIG_FILE, EXACT_ARRAY}
+    (directory / WEIGHTS_FILE).write_text("x")
+    with pytest.raises(InvalidRequest, match="keep one of the two"):
+        await roots.files("team/adapter")
+    (directory / WEIGHTS_FILE).unlink()
+    (directory / ROWS_ARRAY).unlink()
+    with pytest.raises(InvalidRequest, match=r"has no model\.lora_config\.npy; name a directory that TensorRT-LLM's"):
+        await roots.files("team/adapter")
     roots.close()

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.engine.build import build_engine, check_launches
+from data_plane.config import DEFAULT_ARENA_BYTES
+from data_plane.engine.build import build_engine, check_launches, with_arena
 from data_plane.engine.engine import TorchEngine
+from data_plane.engine.kv_cache import free_host_bytes
 from data_plane.errors import ConfigError, PlanRefused, StaleSlot
 from data_plane.plan import NewRow, RowSampling, StepPlan
 from kernels.tuning import write_table
@@ -339,6 +341,15 @@ def test_capacities_say_what_was_built(checkpoint: Path) -> None:
 def test_blocks_are_counted_from_memory_and_bounded_by_what_rows_can_use(checkpoint: Path) -> None:
     engine = build_engine(worker_config(checkpoint, num_blocks=None, max_rows=2, max_model_len=100))
     assert engine.capacities.num_blocks == 2 * 13
+
+
+def test_an_arena_takes_its_share_of_what_is_free_after_loading(checkpoint: Path) -> None:
+    by_share = worker_config(checkpoint, arena_bytes=DEFAULT_ARENA_BYTES, arena_memory_share=0.25)
+    assert with_arena(by_share, torch.device("cpu"), lambda: 1 << 20).arena_bytes == 1 << 18
+    by_bytes = worker_config(checkpoint)
+    assert with_arena(by_bytes, torch.device("cpu"), lambda: 1 << 20) is by_bytes
+    small = worker_config(checkpoint, arena_bytes=DEFAULT_ARENA_BYTES, arena_memory_share=0.001)
+    assert 0 < build_engine(small).capacities.arena_bytes < 0.01 * free_host_bytes()
 
 
 @pytest.mark.parametrize(

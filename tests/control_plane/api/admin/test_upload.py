@@ -13,9 +13,10 @@ import pytest
 from motet.v1 import adapters_pb2
 
 from control_plane.api.admin.disk_space import SPARE_BYTES
-from control_plane.api.admin.upload import GRACE_S, LEAST_BYTES_PER_S, UploadReceiver
+from control_plane.api.admin.upload import GRACE_S, LEAST_BYTES_PER_S, UploadReceiver, check_header
 from control_plane.awake import AwakeClock
-from control_plane.errors import DeadlineExceeded, Exhausted
+from control_plane.errors import DeadlineExceeded, Exhausted, InvalidRequest
+from control_plane.registry.adapter_files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY
 from control_plane.registry.peft.ingest import FILE_NAMES
 
 PEER = ("ipv4:10.0.0.1", "ipv4:10.0.0.1:1")
@@ -178,3 +179,28 @@ async def test_one_host_leaves_places_to_the_others(tmp_path: Path) -> None:
         assert caught.value.retry_after_s == 2.0
         for port in range(2):
             await held.enter_async_context(receiver.open(only_header(2), ("ipv4:10.0.0.2", str(port))))
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ((WEIGHTS_ARRAY, ROWS_ARRAY), ""),
+        ((ROWS_ARRAY, CONFIG_FILE, WEIGHTS_ARRAY, EXACT_ARRAY, "model.sig"), ""),
+        ((*FILE_NAMES, "model.sig"), ""),
+        ((WEIGHTS_ARRAY,), "has 1 files; send adapter_config.json and .*, or model.lora_weights.npy and"),
+        ((WEIGHTS_ARRAY, ROWS_ARRAY, ROWS_ARRAY), "has 3 files"),
+        ((*FILE_NAMES, WEIGHTS_ARRAY, ROWS_ARRAY), "has 4 files"),
+        ((*FILE_NAMES, EXACT_ARRAY), "has 3 files"),
+        ((*FILE_NAMES, "model.sig", "model.sig"), "has model.sig twice"),
+    ],
+)
+def test_the_files_of_an_upload_are_those_of_one_format(names: tuple[str, ...], words: str) -> None:
+    header = adapters_pb2.UploadHeader(
+        adapter_id="a",
+        files=[adapters_pb2.UploadFile(name=name, size_bytes=1, sha256="0" * 64) for name in names],
+    )
+    if not words:
+        check_header(header, 1 << 20)
+        return
+    with pytest.raises(InvalidRequest, match=words):
+        check_header(header, 1 << 20)
