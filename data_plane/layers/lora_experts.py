@@ -14,7 +14,7 @@ from torch import nn
 from contract.expert_names import ANY, DOWN, GATE, UP
 from data_plane.adapters.step.expert_rows import ExpertRows
 from data_plane.layers.context import StepContext
-from data_plane.layers.grouped_linear import grouped_linear
+from data_plane.layers.expert_weights import ExpertWeights, PackedWeights, StackedWeights
 from data_plane.plan import TargetKind, TargetModule
 
 _STACKED_DIMS = 3  # [experts, out, in], or [experts, in, out]
@@ -42,6 +42,8 @@ class LoraExperts(nn.Module):
         self.num_experts = len(gate_up)
         self.is_transposed = bool(known.is_transposed)
         self.is_interleaved = not known.is_concatenated
+        self._gate_up: ExpertWeights = StackedWeights(gate_up, is_transposed=self.is_transposed)
+        self._down: ExpertWeights = StackedWeights(down, is_transposed=self.is_transposed)
         hidden, self.width = (down.shape[2], down.shape[1]) if self.is_transposed else (down.shape[1], down.shape[2])
         sides = ((GATE, hidden, self.width), (UP, hidden, self.width), (DOWN, self.width, hidden))
         self.targets = [
@@ -73,11 +75,11 @@ class LoraExperts(nn.Module):
         lora = None
         if self.context.lora is not None:
             lora = self.context.lora.expert_rows(self._names, expert_ids, tokens)
-        gate_up = self._product("gate_up_proj", x, ends, expert_ids)
+        gate_up = self._gate_up.product(x, ends, self._bias("gate_up_proj", expert_ids))
         if lora is not None:
             gate_up = self._add_gate_up(lora, x, gate_up)
         gated = experts._apply_gate(gate_up)
-        down = self._product("down_proj", gated, ends, expert_ids)
+        down = self._down.product(gated, ends, self._bias("down_proj", expert_ids))
         if lora is not None:
             lora.add(self._names[2:], gated, down)
         weighted = down * top_k_weights.reshape(-1)[order].unsqueeze(-1)
@@ -91,9 +93,7 @@ class LoraExperts(nn.Module):
         """[out, in] of one expert's product, for a target name with the expert's index."""
         path, part = target_name.rsplit(".", 1)
         expert = int(path.rsplit(".", 1)[1])
-        stacked = self.experts.down_proj if part == DOWN else self.experts.gate_up_proj
-        weight: torch.Tensor = stacked[expert].detach()
-        weight = weight.T if self.is_transposed else weight
+        weight = (self._down if part == DOWN else self._gate_up).of(expert)
         return weight if part == DOWN else self._rows(weight, int(part == UP))
 
     def _rows(self, gate_up: torch.Tensor, which: int) -> torch.Tensor:
@@ -102,9 +102,26 @@ class LoraExperts(nn.Module):
             return gate_up[which::2]
         return gate_up[which * self.width : (which + 1) * self.width]
 
-    def _product(self, part: str, x: torch.Tensor, ends: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        bias = getattr(self.experts, f"{part}_bias")[expert_ids] if self.experts.has_bias else None
-        return grouped_linear(x, getattr(self.experts, part), ends, bias, is_transposed=self.is_transposed)
+    def pack_weights(self) -> None:
+        """Keep the weights in the layout that is fastest here, which may be the checkpoint's own."""
+        for part in ("gate_up_proj", "down_proj"):
+            stacked = StackedWeights(getattr(self.experts, part), is_transposed=self.is_transposed)
+            packed = PackedWeights.made_of(stacked, self.num_experts)
+            if packed is None:
+                continue
+            if part == "down_proj":
+                self._down = packed
+            else:
+                self._gate_up = packed
+            empty = torch.empty_like(getattr(self.experts, part), device="meta")
+            setattr(self.experts, part, nn.Parameter(empty, requires_grad=False))
+
+    def _bias(self, part: str, expert_ids: torch.Tensor) -> torch.Tensor | None:
+        """[rows, out]: that of each row's expert."""
+        if not self.experts.has_bias:
+            return None
+        bias: torch.Tensor = getattr(self.experts, f"{part}_bias")[expert_ids]
+        return bias
 
     def _add_gate_up(self, lora: ExpertRows, x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up with what adapters add; adapters have gate and up one after the other."""

@@ -64,7 +64,7 @@ class LoraLinear(nn.Linear):
                 lora.apply(self.target_names[0], x, y)
             else:
                 lora.apply_group(self.target_names, x, y)
-        return output
+        return _apart(output) if self.out_features == 1 else output
 
     def target_weight(self, index: int) -> torch.Tensor:
         """[out, in] of one of the linears; a copy where the weight is packed."""
@@ -100,6 +100,18 @@ def replace_module(model: nn.Module, name: str, replacement: nn.Module) -> None:
     """Replace the named module."""
     parent_name, _, child_name = name.rpartition(".")
     setattr(model.get_submodule(parent_name), child_name, replacement)
+
+
+def _apart(column: torch.Tensor) -> torch.Tensor:
+    """A column [..., 1] whose values do not follow one another in memory.
+
+    For values that do, torch computes a sigmoid and the like for as many as fit a vector at once, and for the last ones
+    in other steps. So the bits of a token would depend on the number of tokens, as those of qwen2-moe's
+    shared_expert_gate.
+    """
+    wide = column.new_empty(*column.shape[:-1], 2)
+    wide[..., :1] = column
+    return wide[..., :1]
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> nn.Parameter:

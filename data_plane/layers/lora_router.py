@@ -1,7 +1,7 @@
 """A router's weight that adds the step's adapters to the product which chooses the experts.
 
 transformers' routers multiply with a weight of their own and choose from the result in ways that differ by model. The
-router stays as it is; its weight adds to the product.
+router stays as it is; its weight computes the product.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import torch
 from torch import nn
 
 from data_plane.layers.context import StepContext
+from data_plane.layers.packed_weight import NativeWeight, PackedWeight
 from data_plane.plan import TargetKind, TargetModule
+from kernels.linear import to_panels
+from kernels.native import has_native
+
+Operation = Callable[..., Any]
 
 
 class WatchedWeight(nn.Parameter):
-    """A parameter that calls `on_use` for every operation that it takes part in."""
+    """A parameter that has `on_use` compute every operation that it takes part in."""
 
-    on_use: Callable[[Any, tuple[Any, ...], Any], None] | None = None  # gets the operation, its arguments, its result
+    on_use: Callable[[Operation, tuple[Any, ...], Mapping[str, Any]], Any] | None = None
 
     @classmethod
     def __torch_function__(
@@ -27,11 +32,8 @@ class WatchedWeight(nn.Parameter):
     ) -> Any:
         """See torch's documentation on extending torch."""
         with torch._C.DisableTorchFunctionSubclass():
-            output = func(*args, **(kwargs or {}))
             on_use = next((argument.on_use for argument in args if isinstance(argument, cls)), None)
-            if on_use is not None:
-                on_use(func, args, output)
-        return output
+            return func(*args, **(kwargs or {})) if on_use is None else on_use(func, args, kwargs or {})
 
 
 class LoraRouter:
@@ -43,6 +45,9 @@ class LoraRouter:
         self.weight = weight
         self.bias = bias
         self._context = context
+        self._packed: PackedWeight | None = None
+        if has_native(weight):  # so that a row has the same bits in every batch
+            self._packed = NativeWeight(to_panels(weight), num_experts, hidden)
 
     @classmethod
     def attach(cls, router: nn.Module, name: str, context: StepContext) -> LoraRouter:
@@ -56,11 +61,16 @@ class LoraRouter:
         found.lora = lora
         return lora
 
-    def _on_use(self, func: Any, args: tuple[Any, ...], output: Any) -> None:
+    def _on_use(self, func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The product for the router's input args[0], with what adapters add; any other operation as it is."""
+        if func is not nn.functional.linear:
+            return func(*args, **kwargs)
+        target, x = self.target, args[0]
+        output = func(*args, **kwargs) if self._packed is None else self._packed.linear(x, self.bias)
         lora = self._context.lora
-        if lora is not None and func is nn.functional.linear:
-            target = self.target
-            lora.apply(target.name, args[0].reshape(-1, target.in_features), output.view(-1, target.out_features))
+        if lora is not None:
+            lora.apply(target.name, x.reshape(-1, target.in_features), output.view(-1, target.out_features))
+        return output
 
 
 def router_problem(router: nn.Module) -> str:
@@ -72,10 +82,15 @@ def router_problem(router: nn.Module) -> str:
     plain = found.weight
     uses: list[tuple[Any, tuple[Any, ...]]] = []
     watched = WatchedWeight(plain.detach(), requires_grad=False)
+
+    def watch(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        uses.append((func, (*args, *kwargs.values())))
+        return func(*args, **kwargs)
+
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(5, plain.shape[1], generator=generator).to(plain.device, plain.dtype)
     found.weight = watched
-    watched.on_use = lambda func, args, _: uses.append((func, args))
+    watched.on_use = watch
     try:
         found(rows.clone())
     except Exception as error:
@@ -83,6 +98,10 @@ def router_problem(router: nn.Module) -> str:
     finally:
         watched.on_use = None
         found.weight = plain
-    if len(uses) == 1 and uses[0][0] is nn.functional.linear and torch.equal(uses[0][1][0].reshape(rows.shape), rows):
-        return ""
-    return f"its class {type(router).__name__} uses its weight for more than one product of its input"
+    if len(uses) != 1 or uses[0][0] is not nn.functional.linear:
+        return f"its class {type(router).__name__} uses its weight for more than one product of its input"
+    x, _, *bias = uses[0][1]
+    added = bias[0] if bias else None
+    if added is not getattr(found, "bias", None) or not torch.equal(x.reshape(rows.shape), rows):
+        return f"its class {type(router).__name__} multiplies its weight with something else than its input"
+    return ""

@@ -102,7 +102,8 @@ def serve(
     for _ in range(10_000):
         if not scheduler.request_ids and not results:
             break
-        for command in scheduler.slot_commands():
+        commands = list(scheduler.slot_commands())
+        for command in commands:
             _obey(engine, scheduler, command, source_of)
         plan = scheduler.plan(0.0, max_steps)
         if plan is not None:
@@ -110,6 +111,8 @@ def serve(
             for step in decode_steps(encoder.encode(plan).step_plan):
                 results.append(encode_output(engine.execute(step), 1).step_result)
             continue
+        if commands and not results:
+            continue  # a slot was emptied, for another adapter
         assert results, "nothing is planned and nothing is under way"
         result = encoder.decode_result(results.popleft())
         assert result is not None

@@ -48,7 +48,9 @@ def add_adapters(model: nn.Module, routers: Collection[str], experts: Collection
     for name in routers:
         LoraRouter.attach(model.get_submodule(name), name, context)
     for name in dict.fromkeys(target.partition(".*.")[0] for target in experts):
-        replace_module(model, name, LoraExperts(model.get_submodule(name), name, context))
+        lora = LoraExperts(model.get_submodule(name), name, context)
+        lora.pack_weights()
+        replace_module(model, name, lora)
 
 
 @torch.no_grad()

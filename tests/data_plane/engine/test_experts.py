@@ -6,19 +6,23 @@ on linears and all forms on experts share each batch; in a second round every sl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from control_plane.registry.model.base_model import BaseModel
+from control_plane.scheduler.settings import SchedulerSettings
+from control_plane.scheduler.types import Request, RequestId, Sampling
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from tests.data_plane.engine.expert_files import merged, write_one_by_one
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.e2e.scheduled import IngestedAdapter, ingested, reported_by
+from tests.e2e.scheduled import Completions, IngestedAdapter, ingested, reported_by, serve
 from tests.makers import make_adapter, make_checkpoint, make_prompt
 from tests.oracle import GreedyCompletion, Oracle
 
@@ -32,8 +36,9 @@ ARCHS = ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "olmoe")
 NUM_TOKENS = 5
 PROMPT_LENGTHS = (1, 6, 23)
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-# Of float32 logits of up to about 20: sums of another order, and W + B A rounded where PEFT merges it.
-LOGITS_TOLERANCE = 2e-3
+# Of log-probabilities in float32: sums of another order, and W + B A, which PEFT rounds before it multiplies.
+TOLERANCE = 2e-4
+ROOM = 160 << 10  # bytes of an arena that holds a few of the adapters
 
 
 @dataclass(frozen=True)
@@ -141,3 +146,97 @@ def check_tokens(mixture: Mixture) -> None:
 @pytest.mark.usefixtures("lora_form")
 def test_experts_and_routers_generate_as_peft(arch: str, tmp_path: Path) -> None:
     check_tokens(make_mixture(tmp_path, arch))
+
+
+def test_peft_writes_what_names_experts_one_by_one(tmp_path: Path) -> None:
+    """Where PEFT loads such a file on transformers 5, its logits are those of the merged weights."""
+    for arch in ("mixtral", "qwen3_moe", "olmoe"):
+        directory = tmp_path / arch
+        checkpoint = make_checkpoint(directory / "model", arch)
+        adapter = write_one_by_one(directory / "adapter", checkpoint, linears=["q_proj"])
+        prompt = make_prompt(1, 12)
+        truth = Oracle(merged(directory / "merged", checkpoint, adapter), {}).logits(prompt)
+        found = Oracle(checkpoint, {"adapter": adapter}).logits(prompt, "adapter")
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    torch.set_num_threads(1)
+    return make_mixture(tmp_path_factory.mktemp("mixture"), request.param)
+
+
+def test_log_probabilities_are_those_of_peft(mixture: Mixture) -> None:
+    """All adapters in one batch."""
+    requests = requests_of(mixture)
+    completions, _ = serve(mixture.engine, requests, list(mixture.adapters.values()), SchedulerSettings())
+    check_logprobs(mixture, requests, completions)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 16], ids=["recompute", "swap"])
+def test_preempted_requests_and_evicted_adapters_go_on_as_peft(tmp_path: Path, num_host_blocks: int) -> None:
+    """12 blocks of 8 tokens and an arena for a few of the adapters: both are taken away and come back."""
+    torch.set_num_threads(1)
+    settings = {"num_blocks": 12, "host_kv_bytes": 16 * 4096, "max_model_len": 64}
+    mixture = make_mixture(tmp_path, "qwen2_moe", **settings, arena_bytes=ROOM)
+    assert sum(adapter.info.arena_bytes for adapter in mixture.adapters.values()) > 1.5 * ROOM
+    requests = requests_of(mixture, num_tokens=14)
+    swaps = SchedulerSettings(swap_us_per_block=0.0)
+    completions, stats = serve(
+        mixture.engine, requests, list(mixture.adapters.values()), swaps, num_host_blocks=num_host_blocks
+    )
+    assert stats.num_preemptions > 0 and (stats.num_swapped_out > 0) == bool(num_host_blocks)
+    check_logprobs(mixture, requests, completions)
+
+
+def test_a_request_that_moves_to_another_worker_goes_on_as_peft(mixture: Mixture) -> None:
+    """The other worker computes the prompt and the tokens so far again, with the adapter in another slot."""
+    prompt, num_tokens = make_prompt(3, 9), 6
+    other = build_engine(worker_config(mixture.checkpoint, num_slots=12))
+    for slot, (name, adapter) in enumerate(mixture.adapters.items()):
+        mixture.engine.reset()
+        load(mixture.engine, slot, 1, adapter)
+        first = Job(prompt, 3, slot, 1)
+        Planner(mixture.engine, chunk=64).run([first])
+        load(other, 11 - slot, 7, adapter)
+        second = Job(first.known, num_tokens - 3, 11 - slot, 7)
+        Planner(other, chunk=5).run([second])
+        agreed = mixture.oracles[name].num_agreed(prompt, [*first.tokens, *second.tokens], mixture.name_in_oracle(name))
+        assert agreed > num_tokens // 2, name
+    mixture.engine.reset()
+
+
+def test_a_row_has_the_same_bits_alone_and_beside_others(mixture: Mixture) -> None:
+    """Log-probabilities of the base and of each adapter, alone and in one batch with all others."""
+    adapters = list(mixture.adapters.values())
+    requests = requests_of(mixture, num_tokens=4)
+    together, _ = serve(mixture.engine, requests, adapters, SchedulerSettings())
+    for request in requests:
+        alone, _ = serve(mixture.engine, [request], adapters, SchedulerSettings())
+        (one, beside) = (found[request.request_id, 0] for found in (alone, together))
+        assert one.token_ids == beside.token_ids
+        assert [entry.logprob for entry in one.logprobs] == [entry.logprob for entry in beside.logprobs]
+
+
+def requests_of(mixture: Mixture, num_tokens: int = NUM_TOKENS) -> list[Request]:
+    """A greedy request for the base and for each adapter, with log-probabilities, prompts of several lengths."""
+    return [
+        Request(
+            RequestId(number),
+            tuple(make_prompt(number, (3, 17, 9)[number % 3])),
+            num_tokens,
+            adapter=mixture.adapters[name].ref if name else None,
+            sampling=Sampling(num_logprobs=0),
+        )
+        for number, name in enumerate(["", *mixture.adapters])
+    ]
+
+
+def check_logprobs(mixture: Mixture, requests: Sequence[Request], completions: Completions) -> None:
+    for request, name in zip(requests, ["", *mixture.adapters], strict=True):
+        served, prompt = completions[request.request_id, 0], request.prompt_token_ids
+        oracle, in_oracle = mixture.oracles[name], mixture.name_in_oracle(name)
+        assert oracle.num_agreed(prompt, served.token_ids, in_oracle) > len(served.token_ids) // 2, name
+        rows = oracle.logits([*prompt, *served.token_ids], in_oracle)[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = [float(row[token]) for row, token in zip(rows, served.token_ids, strict=True)]
+        assert [entry.logprob for entry in served.logprobs] == pytest.approx(expected, abs=TOLERANCE), name
