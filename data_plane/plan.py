@@ -41,6 +41,26 @@ class RowSampling(SamplingValues):
     banned_token_ids: Int32Array | None = None  # [n]; set where min_tokens is
 
 
+MAX_ROW_ADAPTERS = 4  # that one row combines
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdapter:
+    """One of the adapters that a row combines."""
+
+    slot: int
+    generation: int
+    scale: float  # what the adapter's scaling is multiplied by
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdapters:
+    """The adapters of a row that has several, or one with a scale."""
+
+    members: tuple[RowAdapter, ...]  # 1 to MAX_ROW_ADAPTERS, each slot at most once
+    is_linear: bool = False  # A and B are summed each (PEFT's "linear"); else their products are (PEFT's "cat")
+
+
 @dataclass(frozen=True, slots=True)
 class NewRow:
     """A request that takes a row."""
@@ -54,6 +74,8 @@ class NewRow:
     slot_generation: int
     sampling: RowSampling
     is_host_fed: bool = False  # decodes only where fed_tokens names it
+    adapters: RowAdapters | None = None  # several, or one with a scale; `slot` is the first of them then
+    active_from: int = 0  # tokens of the row before the first one that the adapter changes
 
 
 @dataclass(frozen=True, slots=True)

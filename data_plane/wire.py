@@ -5,6 +5,7 @@ Arrays are views into the received bytes (numpy.frombuffer): nothing here loops 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,10 +16,13 @@ from contract import sampling as sampling_params
 from contract.v1 import plan_pb2
 from data_plane.errors import PlanRefused
 from data_plane.plan import (
+    MAX_ROW_ADAPTERS,
     Capacities,
     Float32Array,
     Int32Array,
     NewRow,
+    RowAdapter,
+    RowAdapters,
     RowLogprobs,
     RowSampling,
     StepOutput,
@@ -161,7 +165,21 @@ def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array]) -> NewR
         slot_generation=message.slot_generation,
         sampling=_decode_sampling(message),
         is_host_fed=message.is_host_fed,
+        adapters=_decode_adapters(message) if message.HasField("adapters") else None,
+        active_from=message.active_from,
     )
+
+
+def _decode_adapters(message: plan_pb2.NewRow) -> RowAdapters:
+    members = tuple(RowAdapter(each.slot, each.slot_generation, each.scale) for each in message.adapters.members)
+    slots = [member.slot for member in members]
+    if not 1 <= len(members) <= MAX_ROW_ADAPTERS or len(set(slots)) != len(slots):
+        raise PlanRefused(f"new row {message.row} combines the slots {slots}; 1 to {MAX_ROW_ADAPTERS}, each once")
+    if not message.HasField("slot") or message.slot != slots[0]:
+        raise PlanRefused(f"new row {message.row} combines the slots {slots}, its own slot is not the first of them")
+    if not all(math.isfinite(member.scale) for member in members):
+        raise PlanRefused(f"new row {message.row} has a scale that is not finite")
+    return RowAdapters(members, message.adapters.is_linear)
 
 
 def _decode_sampling(message: plan_pb2.NewRow) -> RowSampling:

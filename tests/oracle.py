@@ -46,6 +46,16 @@ class Oracle:
             else:
                 self._model = PeftModel.from_pretrained(base, str(directory), adapter_name=name)
 
+    def combine(self, name: str, scales: Mapping[str, float], combination: str) -> None:
+        """Add PEFT's combination, "cat" or "linear", of some of the adapters as a further adapter."""
+        assert isinstance(self._model, PeftModel), "no adapters to combine"
+        self._model.add_weighted_adapter(list(scales), list(scales.values()), name, combination_type=combination)
+        # The scalings are in A and B. Where the first adapter is an rsLoRA, PEFT 0.21 multiplies by sqrt(rank) once more.
+        for module in self._model.modules():
+            scaling = getattr(module, "scaling", None)
+            if isinstance(scaling, dict) and name in scaling:
+                scaling[name] = 1.0
+
     def greedy(self, prompt: Sequence[int], num_tokens: int, adapter: str | None = None) -> GreedyCompletion:
         """`num_tokens` tokens behind `prompt`, end-of-sequence ignored."""
         with self._at(adapter) as model:

@@ -149,7 +149,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ..., leave_after_ms: _Optional[int] = ..., stuck_after_ms: _Optional[int] = ..., host_cache_needs_password: bool = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling")
+    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling", "adapters", "active_from")
     ROW_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,8 @@ class NewRow(_message.Message):
     IS_HOST_FED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FROM_FIELD_NUMBER: _ClassVar[int]
     row: int
     token_ids: bytes
     num_prompt_tokens: int
@@ -178,7 +180,27 @@ class NewRow(_message.Message):
     is_host_fed: bool
     prompt: int
     sampling: _types_pb2.SamplingParams
-    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_host_fed: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    adapters: RowAdapters
+    active_from: int
+    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_host_fed: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., adapters: _Optional[_Union[RowAdapters, _Mapping]] = ..., active_from: _Optional[int] = ...) -> None: ...
+
+class RowAdapter(_message.Message):
+    __slots__ = ("slot", "slot_generation", "scale")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    slot_generation: int
+    scale: float
+    def __init__(self, slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., scale: _Optional[float] = ...) -> None: ...
+
+class RowAdapters(_message.Message):
+    __slots__ = ("members", "is_linear")
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    IS_LINEAR_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedCompositeFieldContainer[RowAdapter]
+    is_linear: bool
+    def __init__(self, members: _Optional[_Iterable[_Union[RowAdapter, _Mapping]]] = ..., is_linear: bool = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("step_id", "epoch", "freed_rows", "new_rows", "appended_blocks", "paused_rows", "resumed_rows", "prefills", "block_copies", "fed_tokens", "swap_outs", "swap_ins", "num_steps", "prompts")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from data_plane.adapters.step.further_columns import FurtherColumns
 from data_plane.engine.logprobs import LogprobsRequest
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.errors import PlanRefused
@@ -25,9 +26,11 @@ class StepBatch:
     position_ids: torch.Tensor  # int64 [T] on the device
     kv_positions: torch.Tensor  # int64 [T] on the device: where in the cache each token's KV goes
     attention: AttentionBatch
-    token_slots: torch.Tensor  # int32 [T] on the host: adapter slot of each token, -1 for none
-    slots: list[int]  # adapter slots in the step
-    kept_slots: torch.Tensor  # int32 on the host: adapter slots of the tokens in `kept`
+    token_slots: torch.Tensor  # int32 [T] on the host: column of each token in the slot table, -1 for no adapter
+    slots: list[int]  # columns in the step
+    kept_slots: torch.Tensor  # int32 on the host: columns of the tokens in `kept`
+    further: FurtherColumns | None  # of tokens with several adapters
+    kept_further: FurtherColumns | None  # of those in `kept`
     sampled_rows: Int64Array  # [n] rows that sample, in the step's order
     written_blocks: Int64Array  # blocks that get a token's KV
     # int64 on the device: indices of the tokens whose logits are kept. First the last token of each sampled row,
@@ -67,7 +70,8 @@ def build_batch(
     kv_positions = rows.block_table[token_rows, block_index].astype(np.int64) * rows.block_size + offset
     _check_distinct(kv_positions)
     device = last_tokens.device
-    token_slots = rows.slot[token_rows]
+    token_slots, further = rows.adapters.of_tokens(token_rows, positions)
+    every = token_slots if further is None else np.concatenate([token_slots, *further.every])
     is_sampling = ends == rows.num_known[step_rows]
     sampled_rows = step_rows[is_sampling]
     kept = start[1:][is_sampling] - 1
@@ -88,8 +92,10 @@ def build_batch(
             torch.from_numpy(rows.block_table[step_rows, :num_table_blocks]), start.tolist(), ends.tolist()
         ),
         token_slots=torch.from_numpy(token_slots),
-        slots=np.unique(token_slots[token_slots >= 0]).tolist(),
+        slots=np.unique(every[every >= 0]).tolist(),
         kept_slots=torch.from_numpy(token_slots[kept]),
+        further=further,
+        kept_further=None if further is None else further.take(kept),
         sampled_rows=sampled_rows,
         written_blocks=kv_positions // rows.block_size,
         kept=upload(kept, device),

@@ -28,7 +28,7 @@ from data_plane.layers.attention import PagedAttention
 from data_plane.models.limits import model_length
 from data_plane.models.load_progress import logging_progress
 from data_plane.models.loader import LoadedModel, load_model
-from data_plane.plan import Capacities, TargetModule
+from data_plane.plan import MAX_ROW_ADAPTERS, Capacities, TargetModule
 from kernels import native
 from kernels.launches import check_tables
 from kernels.lora import choice
@@ -69,6 +69,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
             base=loaded.base_weights(),
             base_fingerprint=fingerprint,
             rotary=loaded.rotary,
+            num_scaled=config.max_rows * MAX_ROW_ADAPTERS,
         )
     except RuntimeError as error:  # torch has no narrower one for a failed allocation
         raise ConfigError(

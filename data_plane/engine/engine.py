@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
+from data_plane.adapters.arena.scaled_columns import ScaledColumns
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.engine.batch import StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
@@ -19,7 +20,7 @@ from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.engine.sampler import Sampler, SamplerStats
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
-from data_plane.plan import AdapterSlots, Capacities, Int32Array, RowLogprobs, StepOutput, StepPlan
+from data_plane.plan import AdapterSlots, Capacities, Int32Array, NewRow, RowLogprobs, StepOutput, StepPlan
 from data_plane.spans import span
 from kernels.devices import upload
 
@@ -74,6 +75,7 @@ class TorchEngine:
             num_host_blocks=capacities.num_host_blocks,
             block_size=capacities.block_size,
             vocab_size=capacities.vocab_size,
+            scaled=ScaledColumns(arena.table),
         )
         device = cache.keys[0].device
         self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
@@ -116,6 +118,11 @@ class TorchEngine:
         slot = int(rows.slot[row])
         return RowState(bool(rows.is_used[row]), slot if slot >= 0 else None, int(rows.num_computed[row]))
 
+    @property
+    def num_scaled_columns(self) -> int:
+        """Pairs of an adapter and a scale that rows use."""
+        return self._rows.adapters.num_scaled_columns
+
     def stats(self) -> EngineStats:
         """What the rows hold at present."""
         return EngineStats(int(self._rows.is_used.sum()), self._sampler.stats())
@@ -129,10 +136,7 @@ class TorchEngine:
             rows.free(freed)
             self._sampler.free(freed)
         for new in plan.new_rows:
-            if new.slot is not None:
-                if not 0 <= new.slot < self.capacities.num_slots:
-                    raise PlanRefused(f"new row {new.row} names slot {new.slot} of {self.capacities.num_slots}")
-                self.arena.check(new.slot, new.slot_generation)
+            self._check_adapters(new)
             rows.add(new)
             self._sampler.add(new)
         if len(plan.appended_blocks):
@@ -157,6 +161,19 @@ class TorchEngine:
             self.kv_cache.copy_blocks(plan.block_copies)
         if plan.new_rows or len(plan.appended_blocks):
             self._clean_fresh_blocks(plan)
+
+    def _check_adapters(self, new: NewRow) -> None:
+        """Raise PlanRefused unless the adapters of a new row are ready. Those that the row combines are listed."""
+        if new.slot is None:
+            return
+        named = [(new.slot, new.slot_generation)]
+        if new.adapters is not None:
+            named += [(member.slot, member.generation) for member in new.adapters.members]
+            self.arena.list_published()
+        for slot, generation in named:
+            if not 0 <= slot < self.capacities.num_slots:
+                raise PlanRefused(f"new row {new.row} names slot {slot} of {self.capacities.num_slots}")
+            self.arena.check(slot, generation)
 
     def _pass(
         self, decoding: Int64Array, prefills: Int32Array, prompt_logprobs: list[RowLogprobs]
@@ -183,10 +200,13 @@ class TorchEngine:
         """The forward pass; advances the rows. Logits of the tokens that the batch keeps."""
         rows = self._rows
         self.arena.check_all(rows.slot[batch.rows], rows.slot_generation[batch.rows])
+        for member in rows.adapters.members_of(batch.rows):
+            self.arena.check(member.slot, member.generation)
         if self._host_blocks is not None:
             self._host_blocks.before_writing(batch.written_blocks)
-        lora = self.adapter_steps.begin(batch.token_slots, batch.slots) if batch.slots else None
-        head_lora = self.adapter_steps.begin_head(batch.kept_slots) if lora is not None else None
+        steps = self.adapter_steps
+        lora = steps.begin(batch.token_slots, batch.slots, batch.further) if batch.slots else None
+        head_lora = steps.begin_head(batch.kept_slots, batch.kept_further) if lora is not None else None
         context = self.model.context
         context.begin(batch.attention, batch.kv_positions, lora, head_lora)
         try:

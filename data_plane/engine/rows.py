@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from data_plane.adapters.arena.scaled_columns import ScaledColumns
+from data_plane.engine.row_adapters import RowAdapters
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, NewRow, StepPlan
 
@@ -20,7 +22,15 @@ class Rows:
     """State of all rows, by row number."""
 
     def __init__(
-        self, *, max_rows: int, max_blocks: int, num_blocks: int, num_host_blocks: int, block_size: int, vocab_size: int
+        self,
+        *,
+        max_rows: int,
+        max_blocks: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        scaled: ScaledColumns,
     ) -> None:
         self.max_rows = max_rows
         self.num_blocks = num_blocks
@@ -46,6 +56,7 @@ class Rows:
         # The row's KV may hold values that are not finite: no finite logits came from it yet.
         self.maybe_non_finite = np.zeros(max_rows, dtype=np.bool_)
         self.token_ids: dict[int, Int32Array] = {}  # given tokens of rows whose prefill has not ended
+        self.adapters = RowAdapters(max_rows, scaled)
 
     def clear(self) -> None:
         """Forget every row."""
@@ -54,6 +65,7 @@ class Rows:
         self.is_decoding[:] = False
         self.maybe_non_finite[:] = False
         self.token_ids.clear()
+        self.adapters.clear()
 
     def own_blocks_of(self, row: int) -> Int32Array:
         """The row's blocks that the row itself fills, copies of other rows' blocks included."""
@@ -67,6 +79,7 @@ class Rows:
                 raise PlanRefused(f"freed_rows names row {row}, which is not used")
             self.is_used[row] = self.is_paused[row] = self.is_decoding[row] = self.maybe_non_finite[row] = False
             self.token_ids.pop(row, None)
+        self.adapters.free(rows)
 
     def add(self, new: NewRow) -> None:
         """Begin a row."""
@@ -89,6 +102,7 @@ class Rows:
         if new.token_ids.min() < 0 or new.token_ids.max() >= self.vocab_size:
             raise PlanRefused(f"new row {row} has a token id outside [0, {self.vocab_size})")
         self._check_blocks(f"new row {row}", new.block_ids)
+        self.adapters.add(new)
         self.is_used[row] = self.maybe_non_finite[row] = True
         self.is_paused[row] = self.is_decoding[row] = False
         self.num_known[row] = num_tokens

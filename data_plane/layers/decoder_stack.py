@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class DecoderStack(nn.Module):
     """The layers one after the other. Replaces a model's first layer; a SkippedLayer replaces each other one.
 
-    `record` makes it native. Steps with more tokens than were recorded run the modules.
+    `record` makes it native. Steps that the recorded program does not serve run the modules.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], last_norm: RmsNorm, context: StepContext) -> None:
@@ -70,7 +70,7 @@ class DecoderStack(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
     ) -> torch.Tensor:
         """[1, T, hidden] for hidden_states [1, T, hidden]; the last norm's result for it is ready."""
-        if self._recorded is None or hidden_states.shape[1] > self._recorded.max_tokens:
+        if self._recorded is None or not self._recorded.can_run(hidden_states.shape[1]):
             for layer in self.layers:
                 hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **kwargs)
             return hidden_states

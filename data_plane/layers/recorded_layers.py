@@ -55,7 +55,7 @@ class RecordedLayers:
         rotary_half: int,
     ) -> None:
         """rotary_half: columns of the rotary tables. Raises CannotRecord."""
-        self.max_tokens = max_tokens
+        self._max_tokens = max_tokens
         self._context = context
         self._tables = tables
         self._half = rotary_half
@@ -75,6 +75,11 @@ class RecordedLayers:
             self._norm(layer.post_attention_layernorm, self._output, residual=self._stream)
             self._mlp(layer.mlp)
             self._norm(norm, self._output, residual=self._stream)
+
+    def can_run(self, num_tokens: int) -> bool:
+        """Whether the program computes the step: it has room for the tokens, and none has several adapters."""
+        lora = self._context.lora
+        return num_tokens <= self._max_tokens and (lora is None or lora.is_plain)
 
     def run(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The residual stream and its last norm, [T, hidden] each, valid until the next run.
@@ -205,7 +210,7 @@ class RecordedLayers:
         return self._buffers[name, width]
 
     def _rows(self, width: int) -> torch.Tensor:
-        return torch.zeros(self.max_tokens, width, dtype=self._dtype)
+        return torch.zeros(self._max_tokens, width, dtype=self._dtype)
 
 
 class CannotRecord(Exception):

@@ -284,9 +284,9 @@ def _check_rows(name: str, rows: torch.Tensor, segments: AdapterSegments, group:
 
 
 def _check_segments(segments: AdapterSegments, num_slots: int) -> None:
-    if segments.num_slots != num_slots:
+    if segments.num_slots > num_slots:
         raise ValueError(
-            f"the segments are of {segments.num_slots} slots, the modules have {num_slots}: use the same number"
+            f"the segments are of {segments.num_slots} slots, the modules have {num_slots}: use at most that number"
         )
 
 

@@ -48,8 +48,12 @@ class AdapterArena:
         base: BaseWeights,
         base_fingerprint: str,
         rotary: Rotary | None = None,
+        num_scaled: int = 0,
     ) -> None:
-        """`rotary`: None if the model has none that adapters may scale."""
+        """`rotary`: None if the model has none that adapters may scale.
+
+        num_scaled: pairs of an adapter and a scale that rows may use at once.
+        """
         if not targets:
             raise ValueError("target modules is empty: the model has no linear that adapters may target")
         if num_slots < 1 or arena_bytes < 0:
@@ -61,7 +65,7 @@ class AdapterArena:
         self._base_fingerprint = base_fingerprint
         self._rotary = rotary
         self._pool = PagePool(targets, arena_bytes, dtype, self._device)
-        self.table = SlotTable(targets, num_slots, self._pool)
+        self.table = SlotTable(targets, num_slots, self._pool, num_scaled)
         self.groups = ModuleGroups(targets, self.table, base)
         self._writer = AdapterWriter(self._pool, base)
         # Guards the pool's free list, _loads, _ready, _generations and unlisted.

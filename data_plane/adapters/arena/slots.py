@@ -56,17 +56,32 @@ class Load:
         self.is_cancelled = False
 
 
-class SlotTable:
-    """The slot table on the device."""
+@dataclass(frozen=True, slots=True)
+class ScaledColumn:
+    """A column behind those of the slots: the adapter of a slot with another scaling, in the same pages."""
 
-    def __init__(self, targets: Sequence[TargetModule], num_slots: int, pool: PagePool) -> None:
+    column: int
+    slot: int
+    scale: float  # what the scaling is multiplied by
+    is_linear: bool  # the column has the square root of the product's size (see kernels.lora.linear)
+
+
+class SlotTable:
+    """The slot table on the device: a column for each slot, then columns for adapters with a scale.
+
+    Kernels know columns only, and call them slots.
+    """
+
+    def __init__(self, targets: Sequence[TargetModule], num_slots: int, pool: PagePool, num_scaled: int = 0) -> None:
+        """num_scaled: columns behind those of the slots."""
         device = pool.pages.device
         self._pool = pool
         self._targets = {target.name: index for index, target in enumerate(targets)}
         self.targets = tuple(targets)  # in the table's order
         self.num_slots = num_slots
         self.pages = pool.pages
-        shape = (len(targets), num_slots)
+        self.num_columns = num_columns = num_slots + num_scaled
+        shape = (len(targets), num_columns)
         self.page_ids = torch.zeros(pool.num_pages, dtype=torch.int32, device=device)
         self.first = torch.zeros(shape, dtype=torch.int32, device=device)
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -75,10 +90,13 @@ class SlotTable:
         self.vectors = {name: torch.full(shape, -1, dtype=torch.int64, device=device) for name in VECTOR_TABLES}
         self.generation = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: empty
         # On the host, by slot and target module: the ranks, and whether the module has a vector.
-        self.host_rank = np.zeros((num_slots, len(targets)), dtype=np.int32)
-        self.host_has_vectors = np.zeros((num_slots, len(targets)), dtype=np.bool_)
+        self.host_rank = np.zeros((num_columns, len(targets)), dtype=np.int32)
+        self.host_has_vectors = np.zeros((num_columns, len(targets)), dtype=np.bool_)
+        self.slot_of_column = np.arange(num_columns, dtype=np.int32)  # of a column that is not used: any
+        self.sign_of_column = np.ones(num_columns, dtype=np.float32)  # of the scale
         self.rotations: dict[int, RotaryTables] = {}  # of the slots whose adapter has its own
-        self.version = 0  # rises with every adapter that is entered or removed
+        self.version = 0  # rises with every column that is written or emptied
+        self._scaled: dict[int, dict[int, ScaledColumn]] = {}  # by slot and column; no empty ones
         # Invariant: rows lie in page_ids in this order without overlap; their lengths sum to at most num_pages.
         self._rows: dict[int, tuple[int, ResidentAdapter]] = {}  # slot -> (start in page_ids, adapter)
 
@@ -109,14 +127,44 @@ class SlotTable:
         self.version += 1
 
     def remove(self, slot: int) -> None:
-        """Empty a slot's row. Does nothing for an empty slot."""
+        """Empty a slot's column and those that scale it. Does nothing for an empty slot."""
         if self._rows.pop(slot, None) is not None:
-            self.rank[:, slot] = 0
+            for column in (slot, *self._scaled.get(slot, ())):
+                self._empty(column)
             self.generation[slot] = 0
-            self.host_rank[slot] = 0
-            self.host_has_vectors[slot] = False
             self.rotations.pop(slot, None)
             self.version += 1
+
+    def put_scaled(self, scaled: ScaledColumn) -> None:
+        """Give a column the adapter of a slot with a scale. It follows the slot until `remove_scaled`."""
+        self._scaled.setdefault(scaled.slot, {})[scaled.column] = scaled
+        self.slot_of_column[scaled.column] = scaled.slot
+        self.sign_of_column[scaled.column] = -1.0 if scaled.scale < 0 else 1.0
+        self._write_scaled(scaled)
+        self.version += 1
+
+    def remove_scaled(self, scaled: ScaledColumn) -> None:
+        """Empty such a column."""
+        columns = self._scaled[scaled.slot]
+        del columns[scaled.column]
+        if not columns:
+            del self._scaled[scaled.slot]
+        self._empty(scaled.column)
+        self.version += 1
+
+    def _empty(self, column: int) -> None:
+        self.rank[:, column] = 0
+        self.host_rank[column] = 0
+        self.host_has_vectors[column] = False
+
+    def _write_scaled(self, scaled: ScaledColumn) -> None:
+        slot, column = scaled.slot, scaled.column
+        for table in (self.first, self.rank, *self.vectors.values()):
+            table[:, column] = table[:, slot]
+        scaling = self.scaling[:, slot] * scaled.scale
+        self.scaling[:, column] = scaling.abs().sqrt() if scaled.is_linear else scaling
+        self.host_rank[column] = self.host_rank[slot]
+        self.host_has_vectors[column] = self.host_has_vectors[slot]
 
     def _compact(self) -> int:
         """Move all rows to the front. Returns the first free index."""
@@ -151,3 +199,5 @@ class SlotTable:
         self.host_rank[slot] = rank
         self.host_has_vectors[slot] = np.logical_or.reduce([starts >= 0 for starts in vectors.values()])
         self._rows[slot] = (start, adapter)
+        for scaled in self._scaled.get(slot, {}).values():
+            self._write_scaled(scaled)

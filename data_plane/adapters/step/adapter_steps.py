@@ -14,11 +14,13 @@ import torch
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.step.expert_rows import TokenSlots
+from data_plane.adapters.step.further_columns import FurtherColumns
+from data_plane.adapters.step.linear_tokens import LinearTokens
 from data_plane.adapters.step.lora_step import LoraStep, ModuleNeeds, ShrunkRows
 from data_plane.errors import StaleSlot
 from data_plane.plan import TargetKind
 from kernels.devices import runs_triton
-from kernels.lora import adapter_segments, segments_on_host
+from kernels.lora import AdapterSegments, adapter_segments, segments_on_host
 
 
 class AdapterSteps:
@@ -36,53 +38,69 @@ class AdapterSteps:
         # Key: the table's version and the slots. Most steps have the slots of the step before.
         self._needs: tuple[tuple[int, bytes], ModuleNeeds] | None = None
 
-    def begin(self, token_slots: torch.Tensor, slots_in_step: Sequence[int]) -> LoraStep | None:
+    def begin(
+        self, token_slots: torch.Tensor, slots_in_step: Sequence[int], further: FurtherColumns | None = None
+    ) -> LoraStep | None:
         """What the step's linears add, or None if no token has an adapter.
 
         token_slots is int32 [num_tokens], -1 for no adapter, best given on the host; slots_in_step names each slot in
-        it. Raises StaleSlot for a slot that is not ready.
+        it and in `further`. Slots are columns of the slot table. Raises StaleSlot for a slot that is not ready.
         """
         if self._arena.unlisted:
             self._arena.list_published()
         if not slots_in_step:
             return None
         slots = np.asarray(slots_in_step)
-        self._arena.check_ready(slots)
+        self._arena.check_ready(self._table.slot_of_column[slots])
         host_slots = token_slots.cpu().numpy()
-        if not np.isin(host_slots, [-1, *slots_in_step]).all():
-            unnamed = sorted(set(host_slots.tolist()).difference(slots_in_step) - {-1})
+        every = host_slots if further is None else np.concatenate([host_slots, *further.every])
+        if not np.isin(every, [-1, *slots_in_step]).all():
+            unnamed = sorted(set(every.tolist()).difference(slots_in_step) - {-1})
             raise StaleSlot(f"tokens name the slots {unnamed}, the step does not")
-        if (host_slots < 0).all():
+        if (every < 0).all():
             return None
-        return self._step(self._needs_of(slots), host_slots)
+        return self._step(self._needs_of(slots), host_slots, further)
 
-    def begin_head(self, row_slots: torch.Tensor) -> LoraStep | None:
+    def begin_head(self, row_slots: torch.Tensor, further: FurtherColumns | None = None) -> LoraStep | None:
         """What the head adds in the step that began last, or None if no adapter of its rows targets the head.
 
         row_slots is int32 [num_rows] on the host: the slots of the tokens whose logits are kept.
         """
         host_slots = row_slots.numpy()
-        slots = host_slots[host_slots >= 0]
+        every = host_slots if further is None else np.concatenate([host_slots, *further.every])
+        slots = every[every >= 0]
         if not self._table.host_rank[slots[:, None], self._heads].any():
             return None
-        return self._step(ModuleNeeds.of(self._table, slots), host_slots)
+        return self._step(ModuleNeeds.of(self._table, slots), host_slots, further)
 
-    def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32]) -> LoraStep:
-        if self._segments_on_host:
-            segments = segments_on_host(token_slots, self._num_slots)
-        else:
-            segments = adapter_segments(torch.from_numpy(token_slots).to(self._device), self._num_slots)
-        slots = TokenSlots(token_slots, self._num_slots, self._device, is_host=self._segments_on_host)
+    def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32], further: FurtherColumns | None) -> LoraStep:
+        # The rows of experts have the first adapter of their tokens: an adapter on experts is not combined.
+        slots = TokenSlots(token_slots, self._table.num_columns, self._device, is_host=self._segments_on_host)
+        passes, linear = [token_slots], None
+        if further is not None:
+            passes = [columns for columns in (token_slots, *further.products) if (columns >= 0).any()]
+        if further is not None and further.linear:
+            linear = LinearTokens.of(self._table, further.linear, [self._segments(each) for each in further.linear])
+        segments = [self._segments(columns) for columns in passes]
         rotations = self._rotations(token_slots)
-        return LoraStep(self._arena.groups, self._table, needs, segments, self._shrunk, slots, rotations)
+        return LoraStep(self._arena.groups, self._table, needs, segments, linear, self._shrunk, slots, rotations)
+
+    def _segments(self, token_slots: npt.NDArray[np.int32]) -> AdapterSegments:
+        # Columns of scales lie behind those of the slots: most steps need not look at them.
+        has_scales = bool((token_slots >= self._num_slots).any())
+        num_slots = self._table.num_columns if has_scales else self._num_slots
+        if self._segments_on_host:
+            return segments_on_host(token_slots, num_slots)
+        return adapter_segments(torch.from_numpy(token_slots).to(self._device), num_slots)
 
     def _rotations(self, token_slots: npt.NDArray[np.int32]) -> list[tuple[RotaryTables, torch.Tensor]]:
         if not self._table.rotations:
             return []
+        in_slots = np.where(token_slots >= 0, self._table.slot_of_column[token_slots], -1)
         slots_by_tables: dict[RotaryTables, list[int]] = {}
         for slot, tables in self._table.rotations.items():
             slots_by_tables.setdefault(tables, []).append(slot)
-        found = [(tables, np.flatnonzero(np.isin(token_slots, slots))) for tables, slots in slots_by_tables.items()]
+        found = [(tables, np.flatnonzero(np.isin(in_slots, slots))) for tables, slots in slots_by_tables.items()]
         return [(tables, torch.from_numpy(tokens).to(self._device)) for tables, tokens in found if len(tokens)]
 
     def _needs_of(self, slots: npt.NDArray[np.intp]) -> ModuleNeeds:

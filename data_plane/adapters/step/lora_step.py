@@ -13,7 +13,8 @@ from data_plane.adapters.arena.module_groups import ModuleGroups, TableGroup
 from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.arena.slots import SlotTable
 from data_plane.adapters.step.expert_rows import ExpertRows, TokenSlots
-from kernels.lora import AdapterSegments, Epilogue, add_lora_group, lora_embed, lora_expand
+from data_plane.adapters.step.linear_tokens import LinearTokens
+from kernels.lora import AdapterSegments, Epilogue, add_lora_group, lora_embed, lora_expand, lora_shrink
 from kernels.lora.native import LoraTokens, lora_tokens
 
 
@@ -57,20 +58,30 @@ class LoraStep:
         groups: ModuleGroups,
         table: SlotTable,
         needs: ModuleNeeds,
-        segments: AdapterSegments,
+        passes: Sequence[AdapterSegments],
+        linear: LinearTokens | None,
         shrunk: ShrunkRows,
         token_slots: TokenSlots,
         rotations: Sequence[tuple[RotaryTables, torch.Tensor]] = (),
     ) -> None:
-        """`rotations`: by tables that are not the model's, the tokens that rotate by them, int64 on the device."""
+        """passes: the tokens by their first adapter, then by their second and so on; mostly one.
+
+        `rotations`: by tables that are not the model's, the tokens that rotate by them, int64 on the device.
+        """
         self.rotations = rotations
         self._groups = groups
         self._table = table
         self._version = table.version
         self._needs = needs
-        self._segments = segments
+        self._passes = passes
+        self._linear = linear
         self._shrunk = shrunk
         self._token_slots = token_slots
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no token has more than one adapter."""
+        return len(self._passes) == 1 and self._linear is None
 
     def targets(self, target_name: str) -> bool:
         """Whether an adapter of the step targets the module."""
@@ -92,8 +103,13 @@ class LoraStep:
         parts = torch.split(y, [sum(group.modules.out_features) for group in groups], dim=1)
         for group, part in zip(groups, parts, strict=True):
             max_rank, epilogue = self._needs_of(group)
-            if max_rank:
-                add_lora_group(part, x, group.modules, self._segments, max_rank=max_rank, epilogue=epilogue)
+            if not max_rank:
+                continue
+            for segments in self._passes:
+                add_lora_group(part, x, group.modules, segments, max_rank=max_rank, epilogue=epilogue)
+            if self._linear is not None:
+                modules = group.modules
+                self._linear.add(group, lambda each: lora_shrink(x, modules, each, max_rank=max_rank), part)  # noqa: B023
 
     def embed(self, target_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
         """`apply` for an embedding, where x @ A.T is the columns of A at token_ids [num_tokens].
@@ -103,11 +119,17 @@ class LoraStep:
         self._check_valid()
         (group,) = self._groups.of((target_name,))
         max_rank, epilogue = self._needs_of(group)
-        if max_rank:
-            h = lora_embed(token_ids, group.modules.module(0), self._segments, max_rank=max_rank)
-            if multiplier != 1.0:
-                h.mul_(multiplier)
-            lora_expand(h, group.modules, y, self._segments, epilogue=epilogue)
+        if not max_rank:
+            return
+
+        def shrink(segments: AdapterSegments) -> torch.Tensor:
+            h = lora_embed(token_ids, group.modules.module(0), segments, max_rank=max_rank)
+            return h.mul_(multiplier) if multiplier != 1.0 else h
+
+        for segments in self._passes:
+            lora_expand(shrink(segments), group.modules, y, segments, epilogue=epilogue)
+        if self._linear is not None:
+            self._linear.add(group, shrink, y)
 
     def expert_rows(
         self, target_names: tuple[str, ...], expert_ids: torch.Tensor, tokens: torch.Tensor
@@ -120,18 +142,19 @@ class LoraStep:
         groups = [self._groups.of_experts((name,)) for name in target_names]
         if not any(self._needs.max_rank[group.rows].any() for group in groups):
             return None
-        num_experts = groups[0].modules.num_slots // self._table.num_slots
+        num_experts = groups[0].modules.num_slots // self._table.num_columns
         return ExpertRows(self._groups, self._needs_of, self._token_slots.segments(expert_ids, tokens, num_experts))
 
     def native_tokens(self, num_modules: int) -> LoraTokens:
         """Which token has which adapter, for native ops over groups of up to num_modules modules.
 
-        The next step overwrites its h.
+        The next step overwrites its h. The step must be plain.
         """
         self._check_valid()
-        max_rank, num_tokens = self._needs.max_rank_of_all, self._segments.num_tokens
+        (segments,) = self._passes
+        max_rank, num_tokens = self._needs.max_rank_of_all, segments.num_tokens
         h = self._shrunk.rows(num_modules * num_tokens * max_rank)
-        return lora_tokens(self._segments, h.view(num_modules, num_tokens, max_rank))
+        return lora_tokens(segments, h.view(num_modules, num_tokens, max_rank))
 
     def _check_valid(self) -> None:
         assert self._version == self._table.version, "a slot changed after the step began: begin it again"

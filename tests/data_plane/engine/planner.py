@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data_plane.engine.engine import TorchEngine
-from data_plane.plan import Int32Array, NewRow, RowSampling, StepOutput, StepPlan
+from data_plane.plan import Int32Array, NewRow, RowAdapters, RowSampling, StepOutput, StepPlan
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -21,6 +21,8 @@ class Job:
     slot: int | None = None
     generation: int = 0
     sampling: RowSampling = GREEDY
+    adapters: RowAdapters | None = None
+    active_from: int = 0
     tokens: list[int] = field(default_factory=list)
     row: int = -1
     blocks: list[int] = field(default_factory=list)
@@ -117,6 +119,8 @@ class Planner:
             slot=job.slot,
             slot_generation=job.generation,
             sampling=job.sampling,
+            adapters=job.adapters,
+            active_from=job.active_from,
         )
 
     def step(self, new: list[NewRow]) -> StepOutput:
