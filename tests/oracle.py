@@ -50,7 +50,8 @@ class Oracle:
         """Add PEFT's combination, "cat" or "linear", of some of the adapters as a further adapter."""
         assert isinstance(self._model, PeftModel), "no adapters to combine"
         self._model.add_weighted_adapter(list(scales), list(scales.values()), name, combination_type=combination)
-        # The scalings are in A and B. Where the first adapter is an rsLoRA, PEFT 0.21 multiplies by sqrt(rank) once more.
+        # The scalings are in A and B. If the first adapter is an rsLoRA, PEFT 0.21 multiplies by
+        # sqrt(rank) once more.
         for module in self._model.modules():
             scaling = getattr(module, "scaling", None)
             if isinstance(scaling, dict) and name in scaling:

@@ -12,7 +12,7 @@ from control_plane.scheduler.errors import (
     RowsNeverFit,
 )
 from control_plane.scheduler.memory.block_fit import BlockFit, fit_blocks
-from control_plane.scheduler.memory.prefix_cache import chain_root
+from control_plane.scheduler.memory.prefix_cache import activation_root, chain_root
 from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.requests.sequence import Sequence, SequenceGroup
 from control_plane.scheduler.step.new_rows import BLOCK_BYTES, MAX_ROW_BYTES
@@ -63,12 +63,14 @@ def check_fits(request: Request, limits: WorkerLimits) -> None:
     fit = fit_blocks(num_blocks, num_available=limits.num_blocks, num_blocks=limits.num_blocks)
     if fit is BlockFit.NEVER:
         raise RequestNeverFits(num_blocks, limits.num_blocks)
-    adapter = request.adapter
-    if adapter is not None and (adapter.arena_bytes > limits.arena_bytes or limits.num_slots == 0):
+    adapters = request.adapters
+    num_adapter_bytes = sum(ref.arena_bytes for ref in adapters)
+    if num_adapter_bytes > limits.arena_bytes or len(adapters) > limits.num_slots:
+        what = "the adapter takes" if len(adapters) == 1 else f"the {len(adapters)} adapters take"
         raise AdapterNeverFits(
             num_blocks,
             limits.num_blocks,
-            f"the adapter takes {adapter.arena_bytes} bytes, the worker's arena has {limits.arena_bytes} in "
+            f"{what} {num_adapter_bytes} bytes, the worker's arena has {limits.arena_bytes} in "
             f"{limits.num_slots} slots; raise arena_bytes or lower the adapter's rank",
         )
 
@@ -80,6 +82,7 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
         request=request,
         order=(request.arrival_s, serial),
         cache_root=chain_root(request),
+        activation_root=activation_root(request),
     )
     if request.beam is not None:
         _add_beams(group, request.beam)

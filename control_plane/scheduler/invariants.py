@@ -27,14 +27,15 @@ def check_scheduler(scheduler: Scheduler) -> None:
     worker.queues.waiting.check_invariants()
     worker.cache.check_invariants()
     worker.rows.free.check_invariants([row.row_idx for row in worker.rows.held])
-    leases = Counter(row.slot_idx for row in worker.rows.held if row.slot_idx is not None)
+    leases = Counter(slot_idx for row in worker.rows.held for slot_idx in _slots_of(row))
     queued = [*worker.queues.waiting, *(group for group in worker.queues.swapped if not group.is_paused)]
     waiting: dict[str, dict[str, int]] = {}
+    sets: dict[str, dict[str, int]] = {}
     for group in queued:
-        if group.digest is not None:
-            by_account = waiting.setdefault(group.digest, {})
-            by_account[group.request.account] = by_account.get(group.request.account, 0) + 1
-    worker.slots.check_invariants(dict(leases), waiting)
+        refs, name = group.request.adapters, group.digest
+        _count(waiting, [ref.digest for ref in refs], group)
+        _count(sets, [name] if name is not None and len(refs) > 1 else [], group)
+    worker.slots.check_invariants(dict(leases), waiting, sets)
     _check_batch(worker)
     for row in worker.rows.held:
         _check_row(worker, row)
@@ -69,8 +70,8 @@ def _check_places(worker: WorkerState) -> None:
     assert worker.rows.num_ending_groups == num_ending, "requests that are over and hold rows are miscounted"
     places = Counter(id(g) for g in (*waiting, *with_rows.values(), *paused, *swapped) if not g.is_ended)
     assert places == Counter(id(g) for g in live.values()), "a live request is in no queue, or in two"
-    of_adapters = {id(g): g.digest for g in (*live.values(), *with_rows.values()) if g.digest is not None}
-    by_digest = Counter(of_adapters.values())
+    known = {id(g): g for g in (*live.values(), *with_rows.values())}
+    by_digest = Counter(ref.digest for g in known.values() for ref in g.request.adapters)
     assert by_digest == worker.purge.num_requests_by_digest, "requests with an adapter are miscounted"
     assert all(g.is_paused for g in paused), "a request is in state PAUSED although its reader reads"
     assert not any(g.is_paused for g in waiting), "a paused request may be admitted"
@@ -236,9 +237,20 @@ def _check_row(worker: WorkerState, row: Row) -> None:
     is_planned = row.num_planned >= row.prefill_end and not is_reserved
     assert row.is_decoding == is_planned, "a row decodes before its prefill's end"
     assert (sequence.digest is None) == (row.slot_idx is None), "a request runs without its adapter's slot"
-    if row.slot_idx is not None:
-        in_slot = worker.slots.slots[row.slot_idx].adapter.digest
-        assert in_slot == sequence.digest, "a request runs with another adapter's slot"
+    in_slots = [worker.slots.slots[slot_idx].adapter.digest for slot_idx in _slots_of(row)]
+    named = [ref.digest for ref in sequence.request.adapters]
+    assert in_slots == named, "a request runs with another adapter's slot"
+
+
+def _slots_of(row: Row) -> list[int]:
+    """The slots that the row leases, in the order of its request's adapters."""
+    return [] if row.slot_idx is None else [row.slot_idx, *row.further_slots]
+
+
+def _count(counts: dict[str, dict[str, int]], names: list[str], group: SequenceGroup) -> None:
+    for name in names:
+        by_account = counts.setdefault(name, {})
+        by_account[group.request.account] = by_account.get(group.request.account, 0) + 1
 
 
 def _check_beams(group: SequenceGroup) -> None:

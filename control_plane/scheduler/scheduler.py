@@ -37,7 +37,6 @@ from control_plane.scheduler.step.step_results import StepResults, ending
 from control_plane.scheduler.step.worker_state import WorkerState, make_worker_state
 from control_plane.scheduler.types import (
     MAX_PLAN_STEPS,
-    AdapterTier,
     FinishReason,
     Outputs,
     Request,
@@ -50,6 +49,7 @@ from control_plane.scheduler.types import (
     StepPlan,
     StepResult,
     WorkerLimits,
+    has_adapter,
 )
 
 
@@ -298,7 +298,8 @@ class Scheduler:
 
     def utilization(self, prefix: PrefixKeys) -> WorkerUtilization:
         """How busy the worker is, and what it already has of the request that `prefix` was made for."""
-        limits, costs, adapter = self.limits, self._worker.costs, prefix.request.adapter
+        limits, costs, adapters = self.limits, self._worker.costs, prefix.request.adapters
+        tier, num_load_bytes = self._worker.slots.tier_of(adapters)
         num_waiting = self.num_waiting
         return WorkerUtilization(
             step_us=costs.decode_step_us,
@@ -309,7 +310,8 @@ class Scheduler:
             num_blocks=limits.num_blocks,
             num_free_blocks=self._worker.pool.num_available,
             block_size=limits.block_size,
-            tier=AdapterTier.READY if adapter is None else self._worker.slots.tier(adapter),
+            tier=tier,
+            num_load_bytes=num_load_bytes,
             num_hit_tokens=prefix.num_hit_tokens(self._worker.cache, limits.block_size),
             load_us=costs.load_us,
             load_bytes=costs.load_bytes,
@@ -346,7 +348,7 @@ class Scheduler:
     def _give_up_adapter(self, digest: str, reason: str, *, is_mismatch: bool = False) -> None:
         """End the requests that wait for an adapter which cannot be had."""
         self._worker.demands.end_preload(digest)
-        swapped = [group for group in self._worker.queues.swapped if group.digest == digest]
+        swapped = [group for group in self._worker.queues.swapped if has_adapter(group.digest, digest)]
         for group in [*swapped, *self._worker.queues.waiting.of_digest(digest)]:
             end = ending(group, FinishReason.ADAPTER_FAILED)
             end.message, end.request, end.is_mismatch = reason, group.request_so_far(), is_mismatch

@@ -94,10 +94,11 @@ class WorkerUtilization(NamedTuple):  # one is made for each worker that is pric
     num_blocks: int  # in all
     num_free_blocks: int
     block_size: int  # tokens
-    tier: AdapterTier  # where the request's adapter is; READY for the base model
+    tier: AdapterTier  # where the request's adapter is, of several the farthest; READY for the base model
     num_hit_tokens: int  # of the request, in the prefix cache
     load_us: float = 0.0  # of the worker's usual load from the host cache, microseconds; 0: not known yet
     load_bytes: float = 0.0  # of that adapter
+    num_load_bytes: int = 0  # of the request's adapters that are not ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,56 @@ class AdapterRef:
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
 
 
+class Combination(enum.Enum):
+    """How several adapters of one request are combined, as PEFT's add_weighted_adapter calls it."""
+
+    CAT = "cat"  # the sum of scale * product
+    LINEAR = "linear"  # the product of the sums of A and of B
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """One adapter of a request that combines several, or scales one."""
+
+    ref: AdapterRef
+    scale: float = 1.0  # what the adapter's scaling is multiplied by
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """The adapters of a request that combines several, or scales one."""
+
+    uses: tuple[AdapterUse, ...]  # each adapter once, in the order of the request
+    combination: Combination = Combination.CAT
+
+
+# Between the digests in the name of a set of adapters.
+SET_SEPARATOR = "+"
+
+
+def digests_of(name: str) -> list[str]:
+    """The digests of a set of adapters, from its name (Request.adapters_name)."""
+    return name.split(SET_SEPARATOR)
+
+
+def has_adapter(name: str | None, other: str | None) -> bool:
+    """Whether requests under this name have the adapter `other`, or exactly the set `other`."""
+    return name == other or (name is not None and other in digests_of(name))
+
+
 class SlotRef(NamedTuple):
     """What a slot held at one time."""
 
     slot_idx: int
     generation: int  # counts up with every load into the slot
+
+
+class SlotUse(NamedTuple):
+    """One of the adapters that a row combines."""
+
+    slot_idx: int
+    generation: int
+    scale: float
 
 
 class AdapterTier(enum.Enum):
@@ -85,7 +130,9 @@ class Request:
     prompt_token_ids: tuple[int, ...]  # at least one
     max_tokens: int  # tokens to generate in all, those of generated_token_ids included
     generated_token_ids: tuple[int, ...] = ()  # generated earlier (resume, migration); fewer than max_tokens
-    adapter: AdapterRef | None = None  # None: the base model
+    adapter: AdapterRef | None = None  # None: the base model; of a composition, the first
+    composition: Composition | None = None  # several adapters, or one with a scale
+    active_from: int = 0  # tokens of the prompt before the first one that the adapter changes (activated LoRA)
     sampling: Sampling = Sampling()
     stop_token_ids: frozenset[int] = frozenset()  # end after one of these (end-of-sequence ids included)
     cache_salt: bytes = b""  # prefix-cache partition, inside the tenant's
@@ -104,6 +151,20 @@ class Request:
     def account(self) -> str:
         """The account that the request is charged to, and that shares the worker with other accounts."""
         return self.charged_to or self.tenant
+
+    @property
+    def adapters(self) -> tuple[AdapterRef, ...]:
+        """Every adapter of the request; empty for the base model."""
+        if self.composition is not None:
+            return tuple(use.ref for use in self.composition.uses)
+        return () if self.adapter is None else (self.adapter,)
+
+    @property
+    def adapters_name(self) -> str | None:
+        """The adapter's digest, or the name of the set of several; None for the base model."""
+        if self.composition is None:
+            return None if self.adapter is None else self.adapter.digest
+        return SET_SEPARATOR.join(sorted(use.ref.digest for use in self.composition.uses))
 
     @property
     def num_indices(self) -> int:
@@ -159,6 +220,9 @@ class NewRow:
     sampling: Sampling
     banned_token_ids: tuple[int, ...] = ()  # before sampling.min_tokens generated tokens; empty without min_tokens
     is_host_fed: bool = False  # decodes only in steps that feed it a token
+    adapters: tuple[SlotUse, ...] = ()  # several, or one with a scale; slot_idx is the first of them then
+    is_linear: bool = False  # `adapters` are combined as Combination.LINEAR says
+    active_from: int = 0  # tokens before the first one that its adapter changes
 
     @property
     def num_tokens(self) -> int:

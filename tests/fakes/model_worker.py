@@ -14,12 +14,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from control_plane.scheduler.types import (
+    Combination,
     EvictSlot,
     LoadSlot,
     NewRow,
     Request,
     Sampling,
     SlotCommand,
+    SlotUse,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -34,6 +36,11 @@ POISON = b"freed"
 def chain_start(digest: str | None) -> bytes:
     """h0 = SHA256(base, adapter digest)."""
     return hashlib.sha256(b"base" + (digest or "").encode()).digest()
+
+
+def uses_of(uses: Iterable[tuple[str, float]], *, is_linear: bool) -> str:
+    """Adapters that are combined or scaled, as one name: digests with their scales."""
+    return ("linear " if is_linear else "cat ") + " ".join(f"{digest}*{scale}" for digest, scale in uses)
 
 
 def chain_step(value: bytes, token_id: int) -> bytes:
@@ -80,10 +87,21 @@ def logprobs_of(value: bytes, token_id: int, num_top: int) -> TokenLogprobs:
 
 def chain_of(request: Request, token_ids: Iterable[int]) -> bytes:
     """The chain's value after these tokens under the request's adapter."""
-    value = chain_start(request.adapter.digest if request.adapter else None)
-    for token_id in token_ids:
+    digest = request.adapter.digest if request.adapter else None
+    if request.composition is not None:
+        uses = ((use.ref.digest, use.scale) for use in request.composition.uses)
+        digest = uses_of(uses, is_linear=request.composition.combination is Combination.LINEAR)
+    value = chain_start(None if request.active_from else digest)
+    for position, token_id in enumerate(token_ids):
+        if position and position == request.active_from:
+            value = activated(value, digest)
         value = chain_step(value, token_id)
     return value
+
+
+def activated(value: bytes, digest: str | None) -> bytes:
+    """The chain's value from which an adapter acts that did not act before."""
+    return hashlib.sha256(value + b"active" + (digest or "").encode()).digest()
 
 
 def oracle(request: Request, max_model_len: int, index: int = 0) -> list[int]:
@@ -115,6 +133,9 @@ class Row:
     sampling: Sampling
     banned_token_ids: tuple[int, ...]
     is_host_fed: bool
+    adapters: tuple[SlotUse, ...]
+    is_linear: bool
+    active_from: int
 
 
 def steps_of(plan: StepPlan) -> list[StepPlan]:
@@ -208,6 +229,9 @@ class ModelWorker:
             sampling=new.sampling,
             banned_token_ids=new.banned_token_ids,
             is_host_fed=new.is_host_fed,
+            adapters=new.adapters,
+            is_linear=new.is_linear,
+            active_from=new.active_from,
         )
 
     def _move(self, plan: StepPlan) -> None:
@@ -219,18 +243,36 @@ class ModelWorker:
         for host_block, block_id in plan.swap_ins:
             self.kv[block_id] = self.host_kv.pop(host_block)
 
-    def _chain_start(self, row: Row) -> bytes:
+    def _digest(self, row: Row) -> str | None:
         if row.slot is None:
-            return chain_start(None)
-        generation, digest = self.slots[row.slot]
-        assert generation == row.slot_generation, "the slot holds another generation"
-        return chain_start(digest)
+            return None
+        digest = self._digest_in(row.slot, row.slot_generation)
+        if not row.adapters:
+            return digest
+        uses = [(self._digest_in(use.slot_idx, use.generation), use.scale) for use in row.adapters]
+        assert uses[0][0] == digest, "the first of a row's adapters is in another slot"
+        return uses_of(uses, is_linear=row.is_linear)
+
+    def _digest_in(self, slot_idx: int, named: int) -> str:
+        generation, digest = self.slots[slot_idx]
+        assert generation == named, "the slot holds another generation"
+        return digest
+
+    def _step(self, value: bytes, row: Row, position: int) -> bytes:
+        """The chain's value after the row's token at this position."""
+        if position and position == row.active_from:
+            value = activated(value, self._digest(row))
+        return chain_step(value, row.token_ids[position])
+
+    def _chain_start(self, row: Row) -> bytes:
+        digest = self._digest(row)  # looked up in any case: all slots must be right
+        return chain_start(None if row.active_from else digest)
 
     def _check_prefix(self, row: Row) -> None:
         """What a row begins with must be in its blocks: attention reads all of it."""
         size, value = self.limits.block_size, self._chain_start(row)
         for position in range(row.num_computed):
-            value = chain_step(value, row.token_ids[position])
+            value = self._step(value, row, position)
             assert self.kv[row.block_ids[position // size]][position % size] == value, "a row begins on other tokens"
 
     def _compute(self, num_tokens: int, row: Row) -> tuple[bytes, list[TokenLogprobs]]:
@@ -242,7 +284,7 @@ class ModelWorker:
             value = self.kv[row.block_ids[last // size]][last % size]
         returned: list[TokenLogprobs] = []
         for position in range(row.num_computed, row.num_computed + num_tokens):
-            value = chain_step(value, row.token_ids[position])
+            value = self._step(value, row, position)
             self.kv[row.block_ids[position // size]][position % size] = value
             if row.sampling.num_prompt_logprobs is not None and position + 1 < row.num_prompt:
                 returned.append(logprobs_of(value, row.token_ids[position + 1], row.sampling.num_prompt_logprobs))

@@ -34,8 +34,7 @@ class AdapterUnloads:
 
     def has_requests(self, digest: str) -> bool:
         """Whether an unfinished request uses the adapter."""
-        requests = (job.request for job in self._jobs.values())
-        return any(request.adapter is not None and request.adapter.digest == digest for request in requests)
+        return any(ref.digest == digest for job in self._jobs.values() for ref in job.request.adapters)
 
     def check_soon(self) -> None:
         """Look again after this turn of the event loop: a request, session or slot ended."""

@@ -114,7 +114,7 @@ class Migration:
 
     def _has_hung_everywhere(self, session: WorkerSession, job: Job) -> bool:
         """Whether the session ended because the job's adapter did not load, as other sessions did before."""
-        if job.request.adapter is None or job.request.adapter.digest != session.hung_digest:
+        if all(ref.digest != session.hung_digest for ref in job.request.adapters):
             return False
         job.note_failed_load(session.epoch)
         return len(job.failed_load_epochs) >= placement.MAX_LOAD_TRIES

@@ -29,7 +29,7 @@ from control_plane.fleet.requests.jobs import Job
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.fleet.workers.session import WorkerSession
 from control_plane.scheduler.scheduler import PrefixKeys, Scheduler, WorkerUtilization
-from control_plane.scheduler.types import AdapterRef, AdapterTier, Request
+from control_plane.scheduler.types import AdapterTier, Request
 
 MAX_LOAD_TRIES = 4  # workers that may fail to load a request's adapter before it is given up
 
@@ -38,8 +38,7 @@ MAX_LOAD_TRIES = 4  # workers that may fail to load a request's adapter before i
 class Need:
     """What one request needs from a worker."""
 
-    adapter: AdapterRef | None
-    is_in_host_cache: bool  # its adapter
+    num_store_bytes: int  # of its adapters that the host cache lacks
     num_known_tokens: int  # prompt and what was generated elsewhere
     num_new_tokens: int  # expected to be generated, per completion
     num_rows: int  # completions
@@ -56,10 +55,9 @@ def cost_ms(worker: WorkerUtilization, need: Need, costs: PlacementCosts) -> flo
     blocks_short = max(0, num_blocks - worker.num_free_blocks) / worker.num_blocks
     wait_ms = max(rows_short, blocks_short) * service_ms
     adapter_ms = 0.0
-    if need.adapter is not None and worker.tier is not AdapterTier.READY:
-        adapter_ms = _load_ms(worker, need.adapter.arena_bytes, costs)
-        if not need.is_in_host_cache:
-            adapter_ms += need.adapter.arena_bytes / 2**20 * costs.store_ms_per_mib
+    if worker.tier is not AdapterTier.READY:
+        adapter_ms = _load_ms(worker, worker.num_load_bytes, costs)
+        adapter_ms += min(need.num_store_bytes, worker.num_load_bytes) / 2**20 * costs.store_ms_per_mib
         if worker.tier is AdapterTier.LOADING:
             adapter_ms /= 2
         elif worker.tier is AdapterTier.NO_ROOM:
@@ -85,8 +83,7 @@ def need_of(request: Request, costs: PlacementCosts, is_cached: Callable[[str], 
         (len(completion.token_ids) for completion in request.completions), default=len(request.generated_token_ids)
     )
     return Need(
-        adapter=request.adapter,
-        is_in_host_cache=request.adapter is not None and is_cached(request.adapter.digest),
+        num_store_bytes=sum(ref.arena_bytes for ref in request.adapters if not is_cached(ref.digest)),
         num_known_tokens=len(request.prompt_token_ids) + num_generated,
         num_new_tokens=min(costs.expected_tokens, max(1, request.max_tokens - num_generated)),
         num_rows=request.num_indices,

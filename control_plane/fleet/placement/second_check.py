@@ -47,7 +47,7 @@ class SecondChecks:
     def on_finite(self, job: Job) -> list[WorkerSession]:
         """A job whose logits were not finite gained a token. Returns the sessions of workers that proved to be sick."""
         assert job.not_finite_at, "no logits of the job were in doubt"
-        digest = None if job.request.adapter is None else job.request.adapter.digest
+        digest = job.request.adapters_name
         sick = []
         for each in job.take_not_finite():
             session = self._sessions.get(each.worker_id)

@@ -63,6 +63,6 @@ class Shortlist:
 
 
 def _keys(request: Request) -> list[int]:
-    digest = None if request.adapter is None else request.adapter.digest
-    prefix = hash((digest, request.tenant, request.cache_salt, request.prompt_token_ids[:PREFIX_TOKENS]))
-    return [prefix] if digest is None else [prefix, hash(digest)]
+    prefix_of = None if request.active_from >= PREFIX_TOKENS else request.adapters_name
+    prefix = hash((prefix_of, request.tenant, request.cache_salt, request.prompt_token_ids[:PREFIX_TOKENS]))
+    return [prefix, *(hash(ref.digest) for ref in request.adapters)]

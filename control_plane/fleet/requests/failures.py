@@ -30,8 +30,15 @@ def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
     """The request fits none of the attached workers; `refusal` is what one of them refused."""
     if isinstance(refusal, AdapterNeverFits):
         assert request.adapter is not None, "no adapter, and it does not fit"
+        num_bytes = sum(ref.arena_bytes for ref in request.adapters)
+        if len(request.adapters) > 1:
+            return AdapterTooLarge(
+                f"the adapters {_digest(request)} take {num_bytes} bytes together, more than the adapter memory of "
+                "every worker, or more slots than a worker has; combine fewer, or start a worker with larger "
+                "--arena-bytes and --num-slots"
+            )
         return AdapterTooLarge(
-            f"adapter {_digest(request)} takes {request.adapter.arena_bytes} bytes, more than the adapter memory of "
+            f"adapter {_digest(request)} takes {num_bytes} bytes, more than the adapter memory of "
             "every worker; lower its rank, or start a worker with a larger --arena-bytes"
         )
     if isinstance(refusal, RowsNeverFit):
@@ -61,7 +68,8 @@ def error_of(output: RequestOutput, request: Request, damage: Callable[[str], Mo
         return AdapterNotServed(f"the workers cannot serve adapter {_digest(request)}: {reason}")
     if output.finish_reason is FinishReason.ADAPTER_FAILED:
         assert request.adapter is not None, "no adapter, and its load failed"
-        return damage(request.adapter.digest) or adapter_failed(request)
+        found = (damage(ref.digest) for ref in request.adapters)
+        return next(filter(None, found), None) or adapter_failed(request)
     assert output.finish_reason is FinishReason.NOT_FINITE, f"{output.finish_reason} is not an error"
     return NotFinite("the model's logits were not finite for this request; check the adapter's weights")
 
@@ -95,4 +103,4 @@ def poisoned(job: Job) -> MotetError:
 
 
 def _digest(request: Request) -> str:
-    return request.adapter.digest[:12] if request.adapter else "none"
+    return ", ".join(ref.digest[:12] for ref in request.adapters) or "none"

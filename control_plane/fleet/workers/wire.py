@@ -242,6 +242,18 @@ def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> 
         banned_token_ids=_packed(list(row.banned_token_ids)),
         is_host_fed=row.is_host_fed,
         sampling=_encode_sampling(sampling, vocab_size),
+        adapters=_encode_adapters(row) if row.adapters else None,
+        active_from=row.active_from,
+    )
+
+
+def _encode_adapters(row: NewRow) -> plan_pb2.RowAdapters:
+    return plan_pb2.RowAdapters(
+        members=[
+            plan_pb2.RowAdapter(slot=use.slot_idx, slot_generation=use.generation, scale=use.scale)
+            for use in row.adapters
+        ],
+        is_linear=row.is_linear,
     )
 
 

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.memory.adapter_sets import AdapterSets
 from control_plane.scheduler.memory.load_queue import AdapterDemand, LoadQueue
-from control_plane.scheduler.types import AdapterRef
+from control_plane.scheduler.types import AdapterRef, Request
 
 # A load that failed, and may succeed later, is tried again after this time, doubled with every failure up to the most.
 # Seven attempts span 7.75 s: a store or a cache that is away for 5 s, the time of a restart, only delays.
@@ -30,6 +31,7 @@ class AdapterDemands:
         self._backing_off: dict[str, AdapterDemand] = {}  # their load failed a moment ago
         self._preloads: dict[str, str] = {}  # digest -> the account for which it is loaded before requests need it
         self.is_placed: Callable[[str], bool] = _is_in_no_slot  # whether a slot loads or holds the adapter
+        self.sets = AdapterSets()
         self.num_admissions = 0  # requests admitted in all, those of the base model too
         self.has_changed = False  # since the slot table last looked
 
@@ -40,6 +42,47 @@ class AdapterDemands:
     def is_backing_off(self) -> bool:
         """Whether the load of some adapter will be tried again."""
         return bool(self._backing_off)
+
+    def add_request(self, request: Request) -> None:
+        """A request waits for admission with its adapters."""
+        refs = request.adapters
+        if len(refs) > 1:
+            assert request.adapters_name is not None, "several adapters have a name"
+            self.sets.add(request.adapters_name, refs, request.account)
+            self.has_changed = True
+        for ref in refs:
+            self.add(ref, request.account)
+
+    def remove_request(self, request: Request) -> None:
+        """A request does not wait for admission any more."""
+        refs = request.adapters
+        if len(refs) > 1:
+            assert request.adapters_name is not None, "several adapters have a name"
+            self.sets.remove(request.adapters_name, request.account)
+            self.has_changed = True
+        for ref in refs:
+            self.remove(ref.digest, request.account)
+
+    def choose_set(self, is_ready: Callable[[str], bool], is_draining: Callable[[str], bool]) -> None:
+        """Choose the set that is being assembled from here on: one of which no slot is drained."""
+        self.sets.choose(is_ready, is_draining, self.unplaced.counter)
+
+    def next_loads(self, count: int) -> list[AdapterDemand]:
+        """The next adapters to load, about `count`; those of the set that is being assembled are among them."""
+        demands = self.unplaced.next_loads(count)
+        missing = map(self.unplaced.get, self.sets.assembled_digests)
+        return demands + [demand for demand in missing if demand is not None and demand not in demands]
+
+    def is_held(self, digest: str, is_ready: Callable[[str], bool]) -> bool:
+        """Whether an idle adapter is kept for requests that wait. `is_ready`: whether a set is, by name.
+
+        An adapter that a request needs alone is; one that only sets need is kept for a set that is ready, or being
+        assembled.
+        """
+        demand = self._demands.get(digest)
+        if demand is None or not self.sets:
+            return demand is not None
+        return demand.num_waiting.total() > self.sets.num_waiting(digest) or self.sets.holds(digest, is_ready)
 
     def add(self, ref: AdapterRef, account: str) -> None:
         """A request of the account waits for admission with this adapter."""

@@ -6,6 +6,7 @@ from collections import Counter
 
 from control_plane.scheduler.memory.adapter_slots import AdapterSlots
 from control_plane.scheduler.memory.prefix_cache import PrefixCache
+from control_plane.scheduler.types import Request, digests_of
 
 
 class AdapterPurge:
@@ -18,19 +19,21 @@ class AdapterPurge:
         self.num_requests_by_digest: Counter[str] = Counter()
         self._purged: set[str] = set()  # digests whose blocks stay out of the cache until nothing of them is left
 
-    def add_request(self, digest: str) -> None:
-        """A request with the adapter comes. This ends a purge of the adapter."""
-        self.num_requests_by_digest[digest] += 1
-        if digest in self._purged:
-            self._purged.discard(digest)
-            self._slots.cancel_unload(digest)
+    def add_request(self, request: Request) -> None:
+        """A request comes. This ends purges of its adapters."""
+        for ref in request.adapters:
+            self.num_requests_by_digest[ref.digest] += 1
+            if ref.digest in self._purged:
+                self._purged.discard(ref.digest)
+                self._slots.cancel_unload(ref.digest)
 
-    def remove_request(self, digest: str) -> None:
-        """A request with the adapter is over and holds nothing any more."""
-        self.num_requests_by_digest[digest] -= 1
-        if not self.num_requests_by_digest[digest]:
-            del self.num_requests_by_digest[digest]
-            self.close(digest)
+    def remove_request(self, request: Request) -> None:
+        """A request is over and holds nothing any more."""
+        for ref in request.adapters:
+            self.num_requests_by_digest[ref.digest] -= 1
+            if not self.num_requests_by_digest[ref.digest]:
+                del self.num_requests_by_digest[ref.digest]
+                self.close(ref.digest)
 
     def begin(self, digest: str) -> bool:
         """Forget the adapter's cached blocks, cache none of its live requests', and evict its slot once unused.
@@ -55,9 +58,9 @@ class AdapterPurge:
         """Whether a purge of the adapter is under way."""
         return digest in self._purged
 
-    def may_cache(self, digest: str | None) -> bool:
-        """Whether blocks of the adapter may enter the prefix cache."""
-        return not self._purged or digest not in self._purged
+    def may_cache(self, name: str | None) -> bool:
+        """Whether blocks of the adapter, or of this set of adapters, may enter the prefix cache."""
+        return not self._purged or name is None or self._purged.isdisjoint(digests_of(name))
 
     def has_digest(self, digest: str) -> bool:
         """Whether a live or leaving request, a slot or a cached block has this adapter."""

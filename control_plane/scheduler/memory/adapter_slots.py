@@ -15,7 +15,15 @@ from control_plane.scheduler.memory.adapter_demands import AdapterDemands
 from control_plane.scheduler.memory.adapter_slot import Slot, SlotState
 from control_plane.scheduler.memory.free_ids import FreeIds
 from control_plane.scheduler.memory.load_queue import AdapterDemand
-from control_plane.scheduler.types import AdapterRef, AdapterTier, EvictSlot, LoadSlot, SlotCommand
+from control_plane.scheduler.types import (
+    SET_SEPARATOR,
+    AdapterRef,
+    AdapterTier,
+    EvictSlot,
+    LoadSlot,
+    SlotCommand,
+    digests_of,
+)
 
 # An adapter that waits for a slot lets this many other requests be admitted; then slots are drained for it. Small
 # enough that a cold adapter waits for about one full batch, large enough that a load pays. An adapter that was loaded
@@ -26,6 +34,9 @@ PREFETCH_LOOKAHEAD = 16
 # Loads, and evictions for loads, under way at once. A worker loads two at a time; those sent wait there in the order in
 # which they were sent, and fairness between accounts ends.
 MAX_LOADING = 16
+
+
+_NEAREST_FIRST = list(AdapterTier)
 
 
 class AdapterSlots:
@@ -63,18 +74,25 @@ class AdapterSlots:
         return digest in self._by_digest
 
     def is_admissible(self, digest: str | None) -> bool:
-        """Whether a request with this adapter may take a row: the base always, an adapter in an open ready slot."""
+        """Whether a request with this adapter may take a row: the base always, an adapter in an open ready slot.
+
+        Here and in `is_active` it may be the name of a set of adapters: then it counts for all of them.
+        """
         if digest is None:
             return True
         slot = self._by_digest.get(digest)
-        return slot is not None and slot.state is SlotState.READY and not slot.is_draining
+        if slot is not None:
+            return slot.state is SlotState.READY and not slot.is_draining
+        return SET_SEPARATOR in digest and all(map(self.is_admissible, digests_of(digest)))
 
     def is_active(self, digest: str | None) -> bool:
         """Whether the adapter is in the running batch, for a row uses it; the base model always is."""
         if digest is None:
             return True
         slot = self._by_digest.get(digest)
-        return slot is not None and slot.num_leases > 0
+        if slot is not None:
+            return slot.num_leases > 0
+        return SET_SEPARATOR in digest and all(map(self.is_active, digests_of(digest)))
 
     def lease(self, digest: str) -> Slot:
         """A request takes a row with this adapter, which must be admissible."""
@@ -151,6 +169,8 @@ class AdapterSlots:
     def place(self, urgent_digest: str | None = None) -> list[tuple[str, str]]:
         """Decide on loads and evictions; returns (digest, reason) of adapters in demand that can never be loaded.
 
+        A set of adapters that cannot be loaded together is among them with its name.
+
         Adapters are loaded in the order of load_queue.py, and no more than MAX_LOADING loads are under way. An adapter
         that finds no room lets those behind it pass, until it was overtaken STARVATION_ADMISSIONS times. Then slots are
         drained for it, and nothing else is loaded before it. With strict slots this holds only for `urgent_digest`, and
@@ -163,6 +183,10 @@ class AdapterSlots:
         if not (self._is_dirty or self._demands.has_changed) and is_starving == bool(self._draining):
             return []
         self._is_dirty = self._demands.has_changed = self.is_blocked = False
+        if self._is_strict:
+            self._demands.sets.choose_only(urgent_digest)
+        else:
+            self._demands.choose_set(self.is_admissible, self._is_draining)
         self._evict([self._by_digest[d] for d in sorted(self._unloading) if self._is_unused(d)])
         if not is_starving:
             self._stop_draining()
@@ -170,22 +194,28 @@ class AdapterSlots:
         # Room once all evictions under way are reported, less what earlier demands of this loop reserve of it.
         free_bytes = self.arena_bytes - self.used_bytes + self._evicting_bytes
         free_slots = len(self._empty) + self._num_evicting
-        pinned = [slot.adapter.arena_bytes for digest, slot in self._by_digest.items() if digest in self._pinned]
-        others = [demand for demand in self._demands.unplaced.next_loads(PREFETCH_LOOKAHEAD) if demand is not head]
+        pinned_refs = [slot.adapter for digest, slot in self._by_digest.items() if digest in self._pinned]
+        pinned = [ref.arena_bytes for ref in pinned_refs]
+        if (name := self._demands.sets.crowded_out(pinned_refs, self.arena_bytes, self.num_slots)) is not None:
+            given_up.append((name, "pinned adapters leave no room for the request's adapters together in the arena"))
+        others = [demand for demand in self._demands.next_loads(PREFETCH_LOOKAHEAD) if demand is not head]
+        is_closed = False  # but to the set that is being assembled
         num_more = MAX_LOADING - self._num_loading - self._num_evicting
         for demand in others if head is None else [head, *others]:
             if num_more <= 0:
                 break
+            if is_closed and not self._demands.sets.is_assembling(demand.ref.digest):
+                continue
             if len(pinned) == self.num_slots or sum(pinned) + demand.ref.arena_bytes > self.arena_bytes:
                 given_up.append((demand.ref.digest, "pinned adapters leave no room for it in the arena"))
                 continue
             if is_starving and demand is head:
                 self._drain_for(demand.ref, free_bytes, free_slots)
-            victims = self._idle_victims(demand.ref.arena_bytes - free_bytes, 1 - free_slots)
+            victims = self._idle_victims(demand, free_bytes, free_slots)
             if victims is None:
                 self.is_blocked = True
-                if free_slots < 1 or (is_starving and demand is head):
-                    break
+                # The set that is being assembled may hold what this adapter lacks, so it goes on.
+                is_closed = is_closed or free_slots < 1 or (is_starving and demand is head)
                 continue
             free_bytes += self._evict(victims) - demand.ref.arena_bytes
             free_slots += len(victims) - 1
@@ -224,6 +254,16 @@ class AdapterSlots:
         has_room = bool(self._empty) and self.used_bytes + ref.arena_bytes <= self.arena_bytes
         return AdapterTier.ABSENT if has_room or self._idle else AdapterTier.NO_ROOM
 
+    def tier_of(self, refs: Iterable[AdapterRef]) -> tuple[AdapterTier, int]:
+        """The tier of the one that is farthest from its use, and the bytes of those that are not ready."""
+        worst, num_bytes = AdapterTier.READY, 0
+        for ref in refs:
+            tier = self.tier(ref)
+            if tier is not AdapterTier.READY:
+                num_bytes += ref.arena_bytes
+                worst = max(worst, tier, key=_NEAREST_FIRST.index)
+        return worst, num_bytes
+
     def has_digest(self, digest: str) -> bool:
         """Whether any slot loads, holds or gives up this adapter."""
         return digest in self._by_digest or (
@@ -231,8 +271,13 @@ class AdapterSlots:
             and any(slot.state is SlotState.EVICTING and slot.adapter.digest == digest for slot in self.slots)
         )
 
-    def check_invariants(self, leases: dict[int, int], waiting: dict[str, dict[str, int]]) -> None:
-        """Raise AssertionError if the slots disagree with `leases` by slot, or `waiting` by digest and account."""
+    def check_invariants(
+        self, leases: dict[int, int], waiting: dict[str, dict[str, int]], sets: dict[str, dict[str, int]]
+    ) -> None:
+        """Raise AssertionError if the slots disagree with `leases` by slot.
+
+        Or with `waiting` by digest and account, or `sets` by name and account.
+        """
         for slot in self.slots:
             assert (slot.ref is None) == (slot.state is SlotState.EMPTY), f"slot {slot.slot_idx} misstates its adapter"
             assert slot.num_leases == leases.get(slot.slot_idx, 0), f"slot {slot.slot_idx} miscounts its leases"
@@ -251,6 +296,7 @@ class AdapterSlots:
         assert set(self._idle) == idle, "idle slots are miscounted"
         assert self._num_loading == sum(s.state is SlotState.LOADING for s in placed), "slots that load are miscounted"
         self._demands.check_invariants(waiting)
+        self._demands.sets.check_invariants(sets)
         assert self._draining == [s for s in self._draining if s.is_draining], "a drained slot is not marked"
         assert not any(slot.adapter.digest in self._pinned for slot in self._draining), "a pinned adapter is drained"
         assert sum(slot.is_draining for slot in self.slots) == len(self._draining), "drained slots are miscounted"
@@ -260,7 +306,8 @@ class AdapterSlots:
     def _neediest(self) -> tuple[AdapterDemand | None, bool]:
         """The adapter that is placed first, and whether slots are drained for it."""
         if self._is_strict and self._urgent_digest is not None:
-            head = self._demands.unplaced.get(self._urgent_digest)
+            waiting = map(self._demands.unplaced.get, digests_of(self._urgent_digest))
+            head = next(filter(None, waiting), None)
             return head, head is not None
         head = self._demands.unplaced.head
         is_starving = head is not None and self._demands.times_overtaken(head) >= STARVATION_ADMISSIONS
@@ -269,6 +316,8 @@ class AdapterSlots:
     def _may_drain(self, slot: Slot) -> bool:
         """Whether a slot may be closed to admissions for another adapter."""
         if slot.state is not SlotState.READY or slot.adapter.digest in self._pinned:
+            return False
+        if self._demands.sets.is_assembling(slot.adapter.digest):
             return False
         is_old = self._demands.num_admissions - slot.admissions_before >= STARVATION_ADMISSIONS
         return slot.was_leased or is_old or self._is_strict
@@ -336,12 +385,30 @@ class AdapterSlots:
     def _is_evictable(self, slot: Slot) -> bool:
         """Whether an idle slot may go: not pinned, and not about to be used by waiting requests."""
         digest = slot.adapter.digest
-        return digest not in self._pinned and (slot.is_draining or digest not in self._demands)
+        return digest not in self._pinned and (
+            slot.is_draining or not self._demands.is_held(digest, self.is_admissible)
+        )
 
-    def _idle_victims(self, num_bytes: int, num_slots: int) -> list[Slot] | None:
-        """Least recently used idle slots that give so many bytes and slots, or None if they cannot."""
+    def _is_draining(self, name: str) -> bool:
+        """Whether some adapter of a set is in a slot that is closed to admissions."""
+        slots = map(self._by_digest.get, digests_of(name))
+        return any(slot is not None and slot.is_draining for slot in slots)
+
+    def _idle_victims(self, demand: AdapterDemand, free_bytes: int, free_slots: int) -> list[Slot] | None:
+        """Least recently used idle slots that make room for an adapter, or None if they cannot.
+
+        Adapters that sets wait for in vain go only for a request that needs one adapter, or for the set that is being
+        assembled: then no two sets take turns in evicting each other.
+        """
+        digest = demand.ref.digest
+        num_bytes, num_slots = demand.ref.arena_bytes - free_bytes, 1 - free_slots
         victims: list[Slot] = []
-        candidates = filter(self._is_evictable, self._idle.values())
+        may_take_all = not self._demands.sets or self._demands.is_held(digest, self.is_admissible)
+        candidates = (
+            slot
+            for slot in self._idle.values()
+            if self._is_evictable(slot) and (may_take_all or slot.adapter.digest not in self._demands)
+        )
         while num_bytes > 0 or num_slots > 0:
             slot = next(candidates, None)
             if slot is None:

@@ -75,6 +75,10 @@ class LoadQueue:
         if demand.ref.digest in self._demands:
             self._leave(demand.ref.digest, account)
 
+    def counter(self, account: str) -> float:
+        """Bytes loaded for the account over its weight, as far as they count."""
+        return self._counters.counter(account)
+
     def charge(self, demand: AdapterDemand) -> None:
         """The adapter is loaded now. The account with the least counter of those that demand it is charged."""
         account = min(demand.num_waiting, key=self._counters.counter)

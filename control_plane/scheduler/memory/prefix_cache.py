@@ -3,6 +3,10 @@
 A block's key is a chained SHA-256 over all tokens up to its end, rooted in (adapter digest or base, tenant, cache
 salt): equal keys mean equal tokens under the same weights for the same partition of the same tenant. Only full blocks
 whose KV was computed enter.
+
+An activated LoRA changes tokens from some position on. The blocks before the one with that position are the base
+model's, and have its keys. The chain from there on starts with the adapter and the position: the same tokens may be
+activated elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass, field
 
 from control_plane.scheduler.memory.block_pool import BlockPool
 from control_plane.scheduler.requests.sequence import Row, Sequence
-from control_plane.scheduler.types import TOKEN_BYTES, Request
+from control_plane.scheduler.types import TOKEN_BYTES, Request, digests_of
 
 # Leading blocks of a prompt that placement looks up in the caches of workers: what lies beyond decides little, and
 # hashing takes time.
@@ -28,7 +32,27 @@ def chain_root(request: Request) -> bytes:
 
     The tenant is one of them: a sender learns how much of a prompt is cached, and so what other senders requested.
     """
-    name = b"base" if request.adapter is None else b"adapter:" + request.adapter.digest.encode()
+    name = b"base" if request.adapter is None or request.active_from else _adapters_of(request)
+    return _root(name, request)
+
+
+def activation_root(request: Request) -> bytes | None:
+    """What the chain goes on with in the block where an activated LoRA begins; None for all other requests."""
+    if not request.active_from:
+        return None
+    return _root(b"active from %d " % request.active_from + _adapters_of(request), request)
+
+
+def _adapters_of(request: Request) -> bytes:
+    composition = request.composition
+    if composition is None:
+        assert request.adapter is not None, "the base model has no adapters"
+        return b"adapter:" + request.adapter.digest.encode()
+    uses = b" ".join(b"%b*%b" % (use.ref.digest.encode(), struct.pack("<d", use.scale)) for use in composition.uses)
+    return b"%b:%b" % (composition.combination.value.encode(), uses)
+
+
+def _root(name: bytes, request: Request) -> bytes:
     parts = (name, request.tenant.encode(), request.cache_salt)
     return hashlib.sha256(b"motet prefix" + b"".join(b" %d:%b" % (len(part), part) for part in parts)).digest()
 
@@ -65,9 +89,13 @@ class PrefixCache:
         hashes, size = sequence.block_hashes, self._block_size
         if len(hashes) >= num_blocks:
             return
-        key = hashes[-1] if hashes else sequence.group.cache_root
+        group = sequence.group
+        key, switch = (hashes[-1] if hashes else group.cache_root), group.activation_root
+        first = -1 if switch is None else sequence.request.active_from // size
         packed = _packed(sequence.tokens_between(len(hashes) * size, num_blocks * size))  # once for all: it is faster
         for begin in range(0, len(packed), TOKEN_BYTES * size):
+            if len(hashes) == first and switch is not None:
+                key = _sha256(switch + key).digest()
             key = _sha256(key + packed[begin : begin + TOKEN_BYTES * size]).digest()
             hashes.append(key)
 
@@ -107,11 +135,12 @@ class PrefixCache:
         num_full = row.num_computed // self._block_size
         self.extend_hashes(sequence, num_full)
         if keep:
-            digest = sequence.digest
+            digest, num_of_base = sequence.digest, sequence.request.active_from // self._block_size
             for idx in range(row.num_registered, num_full):
                 key = sequence.block_hashes[idx]
                 if key not in self._block_by_key:
-                    self._enter(key, row.block_ids[idx], digest, sequence.request.account)
+                    its_digest = digest if idx >= num_of_base else None
+                    self._enter(key, row.block_ids[idx], its_digest, sequence.request.account)
         row.note_registered(num_full, self._block_size)
 
     def _enter(self, key: bytes, block_id: int, digest: str | None, account: str) -> None:
@@ -130,13 +159,21 @@ class PrefixCache:
                 self._remove(block_id)
                 self._pool.unmark_cached(block_id)
 
-    def purge(self, digest: str | None) -> None:
-        """Take out every block of an adapter."""
-        self.forget(sorted(self._blocks_by_digest.get(digest, ())))
+    def purge(self, digest: str) -> None:
+        """Take out every block of an adapter, those of combinations with it included."""
+        for name in self._names_with(digest):
+            self.forget(sorted(self._blocks_by_digest[name]))
 
-    def has_digest(self, digest: str | None) -> bool:
-        """Whether any block of the adapter is in."""
-        return digest in self._blocks_by_digest
+    def has_digest(self, digest: str) -> bool:
+        """Whether any block of the adapter is in, or of a combination with it."""
+        return digest in self._blocks_by_digest or bool(self._names_with(digest))
+
+    def has_blocks_of(self, name: str | None) -> bool:
+        """Whether any block of the base model, the adapter or exactly this set of adapters is in."""
+        return name in self._blocks_by_digest
+
+    def _names_with(self, digest: str) -> list[str]:
+        return [name for name in self._blocks_by_digest if name is not None and digest in digests_of(name)]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the maps and the pool disagree."""
@@ -167,8 +204,9 @@ class PrefixKeys:
 
     def num_hit_tokens(self, cache: PrefixCache, block_size: int) -> int:
         """Leading tokens of the request that the cache has, of at most MAX_PREFIX_BLOCKS blocks."""
-        digest = None if self.request.adapter is None else self.request.adapter.digest
-        if not cache.has_digest(digest):
+        request = self.request
+        name = None if request.active_from >= block_size else request.adapters_name
+        if not cache.has_blocks_of(name):
             return 0
         most = min(MAX_PREFIX_BLOCKS, (len(self.request.prompt_token_ids) - 1) // block_size)
         keys = self._by_block_size.setdefault(block_size, [])
@@ -184,4 +222,7 @@ class PrefixKeys:
     def _extend(self, keys: list[bytes], block_size: int) -> None:
         start = len(keys) * block_size
         parent = keys[-1] if keys else chain_root(self.request)
+        switch = activation_root(self.request)
+        if switch is not None and len(keys) == self.request.active_from // block_size:
+            parent = _sha256(switch + parent).digest()
         keys.append(chain_next(parent, self.request.prompt_token_ids[start : start + block_size]))

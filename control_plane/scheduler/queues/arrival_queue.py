@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.requests.sequence import SequenceGroup
-from control_plane.scheduler.types import RequestId
+from control_plane.scheduler.types import RequestId, has_adapter
 
 
 def _order(group: SequenceGroup) -> tuple[float, int]:
@@ -39,7 +39,7 @@ class ArrivalQueue:
 
     def of_digest(self, digest: str | None) -> list[SequenceGroup]:
         """Requests that wait with this adapter, in order of arrival."""
-        return [group for group in self._groups if group.digest == digest]
+        return [group for group in self._groups if has_adapter(group.digest, digest)]
 
     def add(self, group: SequenceGroup) -> None:
         """Put a request in its place by arrival."""

@@ -102,8 +102,8 @@ class RequestQueues:
 
     def _demand_adapter(self, group: SequenceGroup) -> None:
         if group.request.adapter is not None:
-            self._demands.add(group.request.adapter, group.request.account)
+            self._demands.add_request(group.request)
 
     def _release_adapter(self, group: SequenceGroup) -> None:
         if group.request.adapter is not None:
-            self._demands.remove(group.request.adapter.digest, group.request.account)
+            self._demands.remove_request(group.request)

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.queues.waiting_sets import WaitingSets
 from control_plane.scheduler.requests.sequence import SequenceGroup
 from control_plane.scheduler.types import RequestId
 
@@ -221,6 +222,7 @@ class WaitingQueue:
         # Invariant: each request that waits is in exactly one of these two.
         self._size_classes: dict[RequestId, SizeClass] = {}  # the size class in which it waits
         self.aside: dict[RequestId, SequenceGroup] = {}  # others pass it; in the order in which they were set aside
+        self._sets = WaitingSets()
 
     def __len__(self) -> int:
         return len(self._size_classes) + len(self.aside)
@@ -236,11 +238,12 @@ class WaitingQueue:
         return None
 
     def of_digest(self, digest: str | None) -> list[SequenceGroup]:
-        """Requests that wait with this adapter, in order of arrival."""
-        aside = [group for group in self.aside.values() if group.digest == digest]
-        return sorted(
-            self._short.of_digest(digest) + self._long.of_digest(digest) + aside, key=lambda group: group.order
-        )
+        """Requests that wait with this adapter or set, and with sets that have it, in order of arrival."""
+        names = [digest, *self._sets.with_adapter(digest)]
+        groups = [group for group in self.aside.values() if group.digest in names]
+        for name in names:
+            groups += self._short.of_digest(name) + self._long.of_digest(name)
+        return sorted(groups, key=lambda group: group.order)
 
     def add(self, group: SequenceGroup) -> None:
         """Put a request in its place.
@@ -249,6 +252,7 @@ class WaitingQueue:
         keeps its size class even if that sequence is cancelled later.
         """
         self._counters.wait(group.request.account)
+        self._sets.add(group.digest)
         size_class = self._long if self.is_long(group) else self._short
         self._size_classes[group.request.request_id] = size_class
         size_class.add(group)
@@ -258,6 +262,7 @@ class WaitingQueue:
         request_id = group.request.request_id
         if self.aside.pop(request_id, None) is None:
             self._size_classes.pop(request_id).remove(group)
+        self._sets.remove(group.digest)
         self._counters.stop_waiting(group.request.account)
 
     def set_aside(self, group: SequenceGroup) -> bool:
@@ -278,8 +283,9 @@ class WaitingQueue:
 
     def mark_ready(self, digest: str | None) -> None:
         """Let requests with this adapter take part, which became admissible or active."""
-        self._short.mark_ready(digest)
-        self._long.mark_ready(digest)
+        for name in (digest, *self._sets.with_adapter(digest)):
+            self._short.mark_ready(name)
+            self._long.mark_ready(name)
 
     def peek(self, *, may_be_long: bool = True) -> SequenceGroup | None:
         """The request that is admitted next, or None."""

@@ -28,8 +28,9 @@ class Row:
 
     sequence: Sequence
     row_idx: int
-    slot_idx: int | None  # leased adapter slot; None: no adapter
+    slot_idx: int | None  # leased adapter slot, of several the first; None: no adapter
     state: SequenceState  # never IDLE
+    further_slots: tuple[int, ...] = ()  # the other slots that it leases, where the request combines adapters
     is_begun: bool = False  # the worker knows the row; set by `begin`
     block_ids: list[int] = field(default_factory=list)  # block table
     moved_block_ids: list[int] = field(default_factory=list)  # the table's beginning, moved to host memory by a plan
@@ -202,9 +203,8 @@ class Sequence:
 
     @property
     def digest(self) -> str | None:
-        """Digest of its adapter, None for the base model."""
-        adapter = self.request.adapter
-        return None if adapter is None else adapter.digest
+        """Digest of its adapter, or the name of the set of its adapters; None for the base model."""
+        return self.group.digest
 
     @property
     def num_known(self) -> int:
@@ -289,6 +289,7 @@ class SequenceGroup:
     request: Request
     order: tuple[float, int]  # (arrival_s, serial): total order of arrival
     cache_root: bytes  # first link of the block hash chain: (adapter or base, tenant, salt)
+    activation_root: bytes | None = None  # of an activated LoRA: what the chain goes on with where it begins
     members: list[Sequence] = field(default_factory=list)  # one per completion, ended ones included
     state: GroupState = GroupState.WAITING
     is_paused: bool = False  # its reader is slow. It may keep its rows meanwhile; without any, its state is PAUSED
@@ -305,13 +306,16 @@ class SequenceGroup:
     has_progressed: bool = False  # some member gained a token since the group took its rows
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     first_scheduled_s: float | None = None
-    slot: SlotRef | None = None  # of its adapter when a member took a row last
+    slot: SlotRef | None = None  # of its adapter, or the first of several, when a member took a row last
+    _adapters_name: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._adapters_name = self.request.adapters_name
 
     @property
     def digest(self) -> str | None:
-        """Digest of its adapter, None for the base model."""
-        adapter = self.request.adapter
-        return None if adapter is None else adapter.digest
+        """Digest of its adapter, or the name of the set of its adapters; None for the base model."""
+        return self._adapters_name
 
     # ---- its life ----
 

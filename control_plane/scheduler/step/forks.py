@@ -82,7 +82,7 @@ def begin_fork(fork: Row, worker: WorkerState, draft: PlanDraft) -> None:
     if fork.copied_block is not None:
         own_block = fork.block_ids[fork.num_planned // worker.limits.block_size]
         draft.block_copies.append((fork.copied_block, own_block))
-    draft.begin(fork, worker.rows.slot_generation(fork))
+    draft.begin(fork, worker.rows.slot_generation(fork), worker.rows.slot_uses(fork))
     draft.prefill(fork)
 
 

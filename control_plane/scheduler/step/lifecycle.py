@@ -39,8 +39,7 @@ class Lifecycle:
     def add(self, group: SequenceGroup) -> None:
         """Queue a request that is not known yet."""
         self.groups[group.request.request_id] = group
-        if group.digest is not None:
-            self._purge.add_request(group.digest)
+        self._purge.add_request(group.request)
         self._queues.join_waiting(group)
 
     def pause(self, group: SequenceGroup) -> None:
@@ -158,5 +157,4 @@ class Lifecycle:
     def _vanish(self, group: SequenceGroup) -> None:
         move_group(group, GroupState.GONE)
         group.dissolve()
-        if group.digest is not None:
-            self._purge.remove_request(group.digest)
+        self._purge.remove_request(group.request)

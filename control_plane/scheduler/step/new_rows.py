@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from control_plane.scheduler.requests.sequence import Row, Sequence
-from control_plane.scheduler.types import TOKEN_BYTES, NewRow, Sampling
+from control_plane.scheduler.types import TOKEN_BYTES, Combination, NewRow, Sampling, SlotUse
 
 # Bytes of new rows in one plan: 524 288 token ids, which take about 20 ms to encode. One row may take more.
 PLAN_BYTES = 2 << 20
@@ -17,13 +17,14 @@ PLAN_BYTES = 2 << 20
 # beside it a plan stays below the 64 MiB that a message may have.
 MAX_ROW_BYTES = 16 << 20
 BLOCK_BYTES = 4  # of a block id, as int32
-_OTHER_BYTES = 160  # of a row beside its lists: at most 22 fields with their tags
+_OTHER_BYTES = 240  # of a row beside its lists: at most 22 fields with their tags, and four adapters
 
 
-def begin_row(row: Row, slot_generation: int) -> NewRow:
+def begin_row(row: Row, slot_generation: int, slot_uses: tuple[SlotUse, ...] = ()) -> NewRow:
     """The plan's entry for a row that has blocks and a lease, and that the worker does not know.
 
-    Its KV is in its blocks up to num_planned by the time the plan is executed; `slot_generation` is 0 without adapter.
+    Its KV is in its blocks up to num_planned by the time the plan is executed; `slot_generation` is 0 without adapter,
+    and `slot_uses` are for a row that combines adapters or scales one.
     """
     sequence = row.sequence
     row.begin()
@@ -44,6 +45,9 @@ def begin_row(row: Row, slot_generation: int) -> NewRow:
         sampling=sampling,
         banned_token_ids=tuple(sorted(sequence.stop_token_ids)) if _may_ban(sampling, sequence) else (),
         is_host_fed=sequence.is_host_fed,
+        adapters=slot_uses,
+        is_linear=_is_linear(sequence),
+        active_from=sequence.request.active_from,
     )
 
 
@@ -61,6 +65,11 @@ def group_bytes(members: Iterable[Sequence], block_size: int) -> int:
         size = size or TOKEN_BYTES * len(member.request.prompt_token_ids)
         size += row_bytes(member, block_size)
     return size
+
+
+def _is_linear(sequence: Sequence) -> bool:
+    composition = sequence.request.composition
+    return composition is not None and composition.combination is Combination.LINEAR
 
 
 def _may_ban(sampling: Sampling, sequence: Sequence) -> bool:

@@ -14,7 +14,7 @@ from control_plane.scheduler.errors import ResultMismatch
 from control_plane.scheduler.requests.sequence import Row, Sequence
 from control_plane.scheduler.step.decode_batch import DecodeBatch
 from control_plane.scheduler.step.new_rows import PLAN_BYTES, begin_row, row_bytes
-from control_plane.scheduler.types import TOKEN_BYTES, NewRow, StepPlan, StepResult
+from control_plane.scheduler.types import TOKEN_BYTES, NewRow, SlotUse, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -61,11 +61,11 @@ class PlanDraft:
         """
         return not self.new_rows or self._num_row_bytes + self._bytes_of(sequences) <= PLAN_BYTES
 
-    def begin(self, row: Row, slot_generation: int) -> None:
+    def begin(self, row: Row, slot_generation: int, slot_uses: tuple[SlotUse, ...] = ()) -> None:
         """Begin a row; see `begin_row`."""
         self._num_row_bytes += self._bytes_of([row.sequence])
         self._prompts.add(id(row.sequence.request.prompt_token_ids))
-        self.new_rows.append(begin_row(row, slot_generation))
+        self.new_rows.append(begin_row(row, slot_generation, slot_uses))
 
     def _bytes_of(self, sequences: Items[Sequence]) -> int:
         prompt = sequences[0].request.prompt_token_ids

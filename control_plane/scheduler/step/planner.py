@@ -175,7 +175,7 @@ class Planner:
         worker.swap.move_in(group, draft)
         for member in members:
             row = member.held_row
-            draft.begin(row, worker.rows.slot_generation(row))
+            draft.begin(row, worker.rows.slot_generation(row), worker.rows.slot_uses(row))
             draft.prefill(row)
 
     def _free_paused(self, draft: PlanDraft) -> bool:
@@ -246,9 +246,8 @@ class Planner:
         group = worker.queues.waiting.peek(may_be_long=may_be_long)
         if group is None or group.times_overtaken >= MAX_TIMES_OVERTAKEN or worker.slots.is_active(group.digest):
             return group, None
-        adapter = group.request.adapter
-        assert adapter is not None, "the base model is always active"
-        if not worker.costs.is_expensive(adapter.arena_bytes, len(worker.rows.held)):
+        num_bytes = sum(ref.arena_bytes for ref in group.request.adapters if not worker.slots.is_active(ref.digest))
+        if not worker.costs.is_expensive(num_bytes, len(worker.rows.held)):
             return group, None
         cheaper = worker.queues.waiting.peek_active(group)
         if cheaper is None:
@@ -305,7 +304,7 @@ class Planner:
         row.start_at(num_cached)
         row.note_registered(num_hits, size)
         reserve_forks(members, worker)
-        draft.begin(row, worker.rows.slot_generation(row))
+        draft.begin(row, worker.rows.slot_generation(row), worker.rows.slot_uses(row))
         draft.prefill(row)
         return _num_left(row) > self._long_tokens
 

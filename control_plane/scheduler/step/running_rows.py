@@ -16,7 +16,7 @@ from control_plane.scheduler.requests.sequence import Row, Sequence
 from control_plane.scheduler.requests.states import GroupState, SequenceState
 from control_plane.scheduler.requests.transitions import drop_row, move_group, move_row, take_row
 from control_plane.scheduler.step.decode_batch import DecodeBatch, by_progress
-from control_plane.scheduler.types import SlotRef, WorkerLimits
+from control_plane.scheduler.types import SlotRef, SlotUse, WorkerLimits
 
 _by_order = attrgetter("sequence.group.order")  # order of arrival of the request that holds the row
 
@@ -66,10 +66,14 @@ class RunningRows:
     def take(self, sequence: Sequence, state: SequenceState) -> Row:
         """Give the sequence the lowest free row and a lease of its adapter's slot, which must be admissible."""
         group = sequence.group
-        adapter = sequence.request.adapter
+        request = sequence.request
         row_idx = self.free.take()
-        slot = None if adapter is None else self._lease(adapter.digest)
-        row = Row(sequence, row_idx, None if slot is None else slot.slot_idx, state)
+        if request.composition is None:
+            slot = None if request.adapter is None else self._lease(request.adapter.digest)
+            row = Row(sequence, row_idx, None if slot is None else slot.slot_idx, state)
+        else:
+            slot, *further = [self._lease(ref.digest) for ref in request.adapters]
+            row = Row(sequence, row_idx, slot.slot_idx, state, tuple(each.slot_idx for each in further))
         take_row(sequence, row)
         move_group(group, GroupState.RUNNING)
         if group.num_rows == 0:
@@ -91,6 +95,17 @@ class RunningRows:
         """Generation of the slot that the row leases, 0 without one."""
         return 0 if row.slot_idx is None else self._slots.slots[row.slot_idx].generation
 
+    def slot_uses(self, row: Row) -> tuple[SlotUse, ...]:
+        """The slots that the row combines, or the one that it scales; empty for all other rows."""
+        composition = row.sequence.request.composition
+        if composition is None or row.slot_idx is None:
+            return ()
+        slots = (row.slot_idx, *row.further_slots)
+        return tuple(
+            SlotUse(slot_idx, self._slots.slots[slot_idx].generation, use.scale)
+            for slot_idx, use in zip(slots, composition.uses, strict=True)
+        )
+
     def register(self, row: Row) -> None:
         """Offer its computed full blocks to the prefix cache, unless a plan moved them to host memory meanwhile."""
         if row.moved_block_ids:
@@ -110,7 +125,7 @@ class RunningRows:
         *shared, own = row.block_ids
         self._pool.release(shared)
         self.free.restart(row.row_idx)
-        kept = Row(beam, row.row_idx, row.slot_idx, SequenceState.RESERVED, block_ids=[own])
+        kept = Row(beam, row.row_idx, row.slot_idx, SequenceState.RESERVED, row.further_slots, block_ids=[own])
         take_row(beam, kept)
         self.held[self.held.index(row)] = kept
         beam.forget_beam()
@@ -138,6 +153,8 @@ class RunningRows:
             self.free.give_back_unused(row.row_idx)
         if row.slot_idx is not None:
             self._slots.release(row.slot_idx)
+            for slot_idx in row.further_slots:
+                self._slots.release(slot_idx)
         drop_row(sequence)
         group.note_row_left()
         self.num_wanting_logprobs -= sequence.wants_logprobs

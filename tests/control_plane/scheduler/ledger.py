@@ -9,7 +9,7 @@ from dataclasses import replace
 from control_plane.scheduler.requests.beam_search import BeamSearcher, Hypothesis
 from control_plane.scheduler.step.beams import NO_SCORE
 from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
-from tests.fakes.model_worker import VOCAB_SIZE, chain_of, chain_step, logprobs_of, oracle
+from tests.fakes.model_worker import VOCAB_SIZE, chain_of, logprobs_of, oracle
 
 
 def beam_oracle(request: Request, max_model_len: int) -> list[Hypothesis]:
@@ -97,10 +97,11 @@ class Account:
         assert output.logprobs == expected, f"request {output.request_id} got wrong log-probabilities"
         expected = None
         if sampling.num_prompt_logprobs is not None and is_first and output.index == 0 and output.token_ids:
-            expected, value = [], chain_of(self.request, prompt[:1])
-            for token_id in prompt[1:]:
-                expected.append(logprobs_of(value, token_id, sampling.num_prompt_logprobs))
-                value = chain_step(value, token_id)
+            values = (chain_of(self.request, prompt[:position]) for position in range(1, len(prompt)))
+            expected = [
+                logprobs_of(value, token_id, sampling.num_prompt_logprobs)
+                for value, token_id in zip(values, prompt[1:], strict=True)
+            ]
         assert output.prompt_logprobs == expected, f"request {output.request_id} got wrong ones of its prompt"
 
 

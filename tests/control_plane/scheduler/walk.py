@@ -21,7 +21,10 @@ from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import (
     AdapterRef,
+    AdapterUse,
     BeamSearch,
+    Combination,
+    Composition,
     EvictSlot,
     LoadSlot,
     Request,
@@ -99,6 +102,7 @@ class Walk:
         self.num_copies = 0  # blocks copied by forks
         self.num_withdrawn = 0  # requests taken back while they waited
         self.num_ended_before_move = 0  # cancelled before the plan that was to move their blocks, with steps under way
+        self.num_combined = 0  # requests with several adapters
         self.num_set_aside = 0  # requests that others could pass, for they lacked room
         self.num_preempted_for_room = 0  # requests that were preempted for one of those
         self.trace = hashlib.sha256() if has_trace else None
@@ -211,6 +215,7 @@ class Walk:
             request = replace(
                 request, beam=beam, num_samples=1, sampling=sampling, max_tokens=min(request.max_tokens, 12)
             )
+        request = self.with_adapters(request)
         self.next_id += 1
         try:
             make_group(request, self.scheduler.limits, 0)
@@ -222,6 +227,21 @@ class Walk:
         if rng.random() < 0.1:  # came from a worker that was lost
             request = account.resumed(rng)
         self.scheduler.add(request, self.now_s)
+
+    def with_adapters(self, request: Request) -> Request:
+        """Now and then the request combines adapters, or its adapter acts from some token on."""
+        rng, length = self.rng, len(request.prompt_token_ids)
+        if request.adapter is None or rng.random() < 0.5:
+            return request
+        if rng.random() < 0.3:
+            return replace(request, active_from=rng.randrange(length))
+        refs = rng.sample(self.adapters, rng.randint(1, min(4, len(self.adapters), self.limits.num_slots)))
+        uses = tuple(AdapterUse(ref, rng.choice([1.0, 0.5, -2.0])) for ref in refs)
+        composition = Composition(uses, rng.choice(list(Combination)))
+        self.num_combined += len(uses) > 1
+        combined = replace(request, adapter=refs[0], composition=composition)
+        has_room = sum(ref.arena_bytes for ref in refs) <= self.limits.arena_bytes
+        return combined if has_room else request
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a request, or one completion of it."""

@@ -50,6 +50,7 @@ def make_worker(**changes: Any) -> WorkerUtilization:
         block_size=16,
         tier=AdapterTier.READY,
         num_hit_tokens=0,
+        num_load_bytes=ADAPTER.arena_bytes,  # counts with a tier other than READY
     )
     return idle._replace(**changes)
 
@@ -131,7 +132,7 @@ def test_keys_of_a_prompt_are_made_only_as_far_as_a_worker_has_them(monkeypatch:
     class NoCache:
         num_looked_up = 0
 
-        def has_digest(self, _digest: str | None) -> bool:
+        def has_blocks_of(self, _name: str | None) -> bool:
             return True
 
         def __contains__(self, _key: bytes) -> bool:
