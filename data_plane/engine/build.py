@@ -78,14 +78,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         ) from error
     _check_arena(arena, config.arena_bytes)
     _log_memory(num_blocks * config.block_size, num_blocks * bytes_per_block, config.arena_bytes)
-    for index, layer in enumerate(layers):
-        PagedAttention(
-            loaded.context,
-            cache.keys[index],
-            cache.values[index],
-            cache.key_scales[index],
-            cache.value_scales[index],
-        ).attach(layer.module)
+    _attach_caches(loaded, cache)
     if loaded.stacked is not None:
         max_tokens = config.step_tokens(device.type)
         loaded.stacked.stack.record(arena, max_tokens=max_tokens, rotary_half=loaded.stacked.rotary_half)
@@ -120,6 +113,17 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
                 f"no memory for a step beside {num_blocks} KV blocks; lower --num-blocks: {error}"
             ) from error
     return engine
+
+
+def _attach_caches(loaded: LoadedModel, cache: KVCache) -> None:
+    for index, layer in enumerate(loaded.probe.attention_layers):
+        PagedAttention(
+            loaded.context,
+            cache.keys[index],
+            cache.values[index],
+            cache.key_scales[index],
+            cache.value_scales[index],
+        ).attach(layer.module)
 
 
 def _set_up_native_code(config: WorkerConfig, device: torch.device) -> None:
