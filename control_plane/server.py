@@ -12,7 +12,6 @@ import logging
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +63,7 @@ from control_plane.host_cache.weights import AdapterWeights
 from control_plane.host_cache_setup import open_host_cache
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
+from control_plane.registry.packing.ingest_pool import IngestPool
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.store import StoreUrlError
@@ -415,9 +415,9 @@ async def _open_storage(
         calls=calls,
         max_adapter_bytes=config.max_adapter_bytes,
         reports=reports,
-        clock=time.time,
         scratch_dir=scratch_dir,
         prefixes=prefixes,
+        pool=IngestPool(),
     )
     stack.push_async_callback(registry.close)
     num_adapters = registry.stats().num_registered

@@ -31,6 +31,7 @@ from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.new_version import Description, registered
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
+from control_plane.registry.packing.ingest_pool import IngestPool
 from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.peft.packing import CheckFiles, Packer, take_as_they_are
 from control_plane.registry.permissions import require_owner, require_registration, require_same_owner
@@ -102,10 +103,12 @@ class Registry:
         clock: Callable[[], float] = time.time,
         scratch_dir: Path | None = None,
         prefixes: NamePrefixes = NO_PREFIXES,
+        pool: IngestPool | None = None,
     ) -> Registry:
         """Lock the store, bring it in order, read it. `scratch_dir` takes adapters while they are packed.
 
         Adapters are judged by what `reports` says that the workers serve. `prefixes` are reserved for tenants.
+        `pool`: its processes pack adapters, until `close`; None: threads of this one do.
         """
         incarnation = await calls.read(store.acquire, extra_s=MAX_LOCK_WAIT_S)
         try:
@@ -115,7 +118,7 @@ class Registry:
                 await calls.read(store.close)
             raise
         catalog = Catalog(base_model, recovered.blobs, recovered.records, reports=reports, clock=clock)
-        packer = Packer(base_model, reports, max_adapter_bytes=max_adapter_bytes, scratch_dir=scratch_dir)
+        packer = Packer(base_model, reports, max_adapter_bytes=max_adapter_bytes, scratch_dir=scratch_dir, pool=pool)
         logger.info("registry open incarnation=%d num_adapters=%d", incarnation, len(recovered.records))
         return cls(store, calls, catalog, packer, incarnation=incarnation, clock=clock, prefixes=prefixes)
 
@@ -126,7 +129,7 @@ class Registry:
         with the process.
         """
         has_ended = await self._changes.close()
-        self._packer.close()
+        await self._packer.close()
         if has_ended:
             try:
                 await self._calls.read(self._store.close)

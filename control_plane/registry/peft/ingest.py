@@ -2,8 +2,8 @@
 
 The names of the files say whether they are PEFT's or, read by registry/trtllm, TensorRT-LLM's.
 
-Runs in a thread. A few MiB of an adapter are in memory at a time, whatever its size. The same input gives the same
-bytes, hence the same digest, on every machine.
+Runs in a child process (registry/packing). A few MiB of an adapter are in memory at a time, whatever its size. The
+same input gives the same bytes, hence the same digest, on every machine.
 """
 
 from __future__ import annotations

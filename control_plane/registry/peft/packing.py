@@ -10,15 +10,17 @@ import errno
 import logging
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from control_plane.errors import Exhausted, StoreUnavailable
 from control_plane.registry.changes import Abandoned
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
+from control_plane.registry.packing.ingest_pool import IngestPool
 from control_plane.registry.peft.ingest import PackedInfo, ingest
 from control_plane.signatures.verdict import SignatureVerdict
 from control_plane.store_calls import BYTES_PER_S, StoreCalls
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 CheckFiles = Callable[[Mapping[str, Path], Path], tuple[Mapping[str, Path], SignatureVerdict | None]]
 
 _CONCURRENT_INGESTS = 2
+_ABANDONED_CHECK_S = 0.05
 TIMEOUT_S = 30.0  # and a second for every BYTES_PER_S of the files; 1 GiB takes 5 s of a core
 
 
@@ -49,13 +52,18 @@ class Packer:
         max_adapter_bytes: int,
         scratch_dir: Path | None,
         calls: StoreCalls | None = None,
+        pool: IngestPool | None = None,
     ) -> None:
-        """`scratch_dir` takes adapters while they are packed; None: the system's directory for such files."""
+        """`scratch_dir` takes adapters while they are packed; None: the system's directory for such files.
+
+        `pool`: its processes pack, with limits; None: a thread of this process does.
+        """
         self._base_model = base_model
         self._reports = reports
         self._max_adapter_bytes = max_adapter_bytes
         self._scratch_dir = scratch_dir
         self._turns = asyncio.Semaphore(_CONCURRENT_INGESTS)
+        self._pool = pool
         self._calls = calls or StoreCalls(timeout_s=TIMEOUT_S, what="the disk with the adapter's files")
 
     @asynccontextmanager
@@ -91,29 +99,53 @@ class Packer:
         def size() -> int:
             return sum(path.stat().st_size for path in files.values())
 
-        def pack() -> PackedInfo:
+        def look() -> tuple[Mapping[str, Path], SignatureVerdict | None]:
             chunks, copies = scratch / "chunks", scratch / "files"
             chunks.mkdir()
             copies.mkdir()
-            checked, signature = check_files(files, copies)
-            info = ingest(
-                checked,
-                self._base_model,
-                reported=reported,
-                max_adapter_bytes=self._max_adapter_bytes,
-                directory=chunks,
-                check=check,
-            )
-            return replace(info, signature=signature)
+            return check_files(files, copies)
+
+        arguments: dict[str, Any] = {
+            "reported": dict(reported),
+            "max_adapter_bytes": self._max_adapter_bytes,
+            "directory": scratch / "chunks",
+        }
+
+        def pack(checked: Mapping[str, Path]) -> PackedInfo:
+            return ingest(checked, self._base_model, check=check, **arguments)
 
         try:
-            return await self._calls.read(pack, extra_s=await self._calls.read(size) / BYTES_PER_S)
+            extra_s = await self._calls.read(size) / BYTES_PER_S
+            checked, signature = await self._calls.read(look, extra_s=extra_s)
+            check()
+            if self._pool is None:
+                info = await self._calls.read(pack, checked, extra_s=extra_s)
+            else:
+                packing = self._pool.pack(checked, self._base_model, **arguments)
+                info = await _unless_abandoned(packing, is_abandoned)
+            return replace(info, signature=signature)
         finally:
             is_over.set()  # the packing ends if it still runs
 
-    def close(self) -> None:
-        """Let the threads end; a hung one does not keep the process."""
+    async def close(self) -> None:
+        """Kill the pool's processes, and let the threads end; a hung one does not keep the process."""
+        if self._pool is not None:
+            await self._pool.close()
         self._calls.close()
+
+
+async def _unless_abandoned(packing: Coroutine[Any, Any, PackedInfo], is_abandoned: threading.Event) -> PackedInfo:
+    """What packing returns. Raises Abandoned, and cancels it, soon after `is_abandoned` is set."""
+    task = asyncio.ensure_future(packing)
+    try:
+        while not (await asyncio.wait([task], timeout=_ABANDONED_CHECK_S))[0]:
+            if is_abandoned.is_set():
+                raise Abandoned
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
 
 
 @contextmanager

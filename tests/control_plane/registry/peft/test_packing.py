@@ -69,4 +69,4 @@ async def test_files_that_cannot_be_read_in_time_hold_up_no_other_adapter(
             await asyncio.sleep(0)
     assert [type(error) for error in disk.ended] == [Abandoned] * 3
     assert not list(scratch.iterdir())
-    packer.close()
+    await packer.close()

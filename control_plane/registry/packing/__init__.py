@@ -1,0 +1,1 @@
+"""Packing in processes of their own."""
