@@ -90,7 +90,7 @@ async def test_a_store_that_was_away_has_all_that_was_acknowledged(tmp_path: Pat
 async def test_a_start_that_waits_for_a_store_can_be_stopped(tmp_path: Path) -> None:
     store = tmp_path / "data" / "store"
     store.mkdir(parents=True)
-    os.mkfifo(store / "incarnation.json.tmp")
+    os.mkfifo(store / "incarnation.json")
     model = checkpoint(tmp_path / "model")
     flags = ("--model", str(model), "--data-dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
     process = await start("control_plane", *flags, "--worker-listen", "127.0.0.1:0", *FLAGS, cwd=tmp_path)
@@ -104,12 +104,14 @@ async def test_a_start_that_waits_for_a_store_can_be_stopped(tmp_path: Path) -> 
 
 
 async def test_a_store_that_hangs_holds_up_one_name_and_no_shutdown(tmp_path: Path) -> None:
-    """A named pipe in the place of a temporary file: opening it blocks, as a file on a dead mount does."""
+    """A named pipe in the place of a record: opening it blocks, as a file on a dead mount does."""
     async with control_plane(tmp_path, *FLAGS) as (process, clients, workers):
         async with hash_worker(tmp_path, workers), grpc.aio.insecure_channel(clients) as channel:
             for seed, name in enumerate("ab"):
                 await upload(channel, name, adapter_files(seed))
-            os.mkfifo(tmp_path / "data" / "store" / "adapters" / "a.json.tmp")
+            record = tmp_path / "data" / "store" / "adapters" / "a.json"
+            record.unlink()
+            os.mkfifo(record)
             stub = adapters(channel)
             async with asyncio.timeout(STEP_S):
                 code, reason, message = await refusal(stub.UpdateAdapter(update("a", "first")))
