@@ -204,7 +204,7 @@ class AdapterArena:
             load.digest,
             page_ids,
             on_device,
-            placement.modules,
+            self.table.columns(placement.modules),
             placement.num_matrix_pages,
             size_bytes,
             rotation,

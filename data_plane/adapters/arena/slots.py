@@ -31,6 +31,19 @@ class ModulePages:
     vectors: Mapping[str, int] = field(default_factory=dict)  # by vector table: index within the adapter's vectors
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One adapter's part of the slot table, a value for each target module, made on a loader thread.
+
+    A mixture has ten thousand target modules and more, which the compute thread does not go through one by one.
+    """
+
+    rank: npt.NDArray[np.int32]  # 0: the adapter does not target the module
+    scaling: npt.NDArray[np.float32]
+    first: npt.NDArray[np.int32]  # index of A's first page within the adapter's pages
+    vectors: Mapping[str, npt.NDArray[np.int64]]  # by vector table: index within the adapter's vectors; -1: none
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentAdapter:
     """An adapter in a slot; never changes after it is published."""
@@ -40,7 +53,7 @@ class ResidentAdapter:
     digest: str
     page_ids: npt.NDArray[np.int64]
     page_ids_device: torch.Tensor  # int64, the same
-    weights: dict[str, ModulePages]  # by target module name
+    columns: Columns
     first_vector_page: int  # index within its pages: float32 vectors of all target modules, side by side
     size_bytes: int  # of all its matrices and vectors without page rounding
     rotation: RotaryTables | None = None  # of its own; None: the model's
@@ -115,6 +128,20 @@ class SlotTable:
         group = ModuleGroup(self._pool.pages, self.page_ids, *table, widths.pop(), out_features)
         return group, Epilogue(self._pool.values, **{name: table[rows] for name, table in self.vectors.items()})
 
+    def columns(self, weights: Mapping[str, ModulePages]) -> Columns:
+        """An adapter's columns, of its weights by target module name. Any thread may call this."""
+        num_targets = len(self._targets)
+        rank = np.zeros(num_targets, dtype=np.int32)
+        scaling = np.zeros(num_targets, dtype=np.float32)
+        first = np.zeros(num_targets, dtype=np.int32)
+        vectors = {name: np.full(num_targets, -1, dtype=np.int64) for name in self.vectors}
+        for name, pages in weights.items():
+            index = self._targets[name]
+            rank[index], scaling[index], first[index] = pages.rank, pages.scaling, pages.first
+            for table, start in pages.vectors.items():
+                vectors[table][index] = start
+        return Columns(rank, scaling, first, vectors)
+
     def put(self, adapter: ResidentAdapter) -> None:
         """Enter an adapter into its slot, which must be empty."""
         assert adapter.slot not in self._rows, f"slot {adapter.slot} is taken"
@@ -176,27 +203,19 @@ class SlotTable:
 
     def _write(self, adapter: ResidentAdapter, start: int) -> None:
         device = self.page_ids.device
-        rank = np.zeros(len(self._targets), dtype=np.int32)
-        scaling = np.zeros(len(self._targets), dtype=np.float32)
-        first = np.zeros(len(self._targets), dtype=np.int32)
-        vectors = {name: np.full(len(self._targets), -1, dtype=np.int64) for name in self.vectors}
+        columns = adapter.columns
         begin = (start + adapter.first_vector_page) * self._pool.values_per_page
-        for name, weights in adapter.weights.items():
-            index = self._targets[name]
-            first[index] = start + weights.first
-            rank[index] = weights.rank
-            scaling[index] = weights.scaling
-            for table, start_value in weights.vectors.items():
-                vectors[table][index] = begin + start_value
+        first = np.where(columns.rank > 0, start + columns.first, 0).astype(np.int32)
+        vectors = {name: np.where(starts >= 0, begin + starts, -1) for name, starts in columns.vectors.items()}
         slot = adapter.slot
         self.page_ids[start : start + len(adapter.page_ids)] = adapter.page_ids_device.to(torch.int32)
         self.first[:, slot] = torch.from_numpy(first).to(device)
-        self.rank[:, slot] = torch.from_numpy(rank).to(device)
-        self.scaling[:, slot] = torch.from_numpy(scaling).to(device)
+        self.rank[:, slot] = torch.from_numpy(columns.rank).to(device)
+        self.scaling[:, slot] = torch.from_numpy(columns.scaling).to(device)
         for table, starts in vectors.items():
             self.vectors[table][:, slot] = torch.from_numpy(starts).to(device)
         self.generation[slot] = adapter.generation
-        self.host_rank[slot] = rank
+        self.host_rank[slot] = columns.rank
         self.host_has_vectors[slot] = np.logical_or.reduce([starts >= 0 for starts in vectors.values()])
         self._rows[slot] = (start, adapter)
         for scaled in self._scaled.get(slot, {}).values():

@@ -240,3 +240,11 @@ def check_logprobs(mixture: Mixture, requests: Sequence[Request], completions: C
         rows = oracle.logits([*prompt, *served.token_ids], in_oracle)[len(prompt) - 1 : -1].log_softmax(-1)
         expected = [float(row[token]) for row, token in zip(rows, served.token_ids, strict=True)]
         assert [entry.logprob for entry in served.logprobs] == pytest.approx(expected, abs=TOLERANCE), name
+
+
+def test_a_module_with_one_column_does_not_narrow_the_pages(tmp_path: Path) -> None:
+    """Pages have the columns that divide all other widths: 64, 48, 32 and the heads' 16, not 1."""
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen2_moe")
+    engine = build_engine(worker_config(checkpoint))
+    assert any(target.out_features == 1 for target in engine.arena.table.targets)
+    assert engine.arena.table.pages.shape[2] == 16

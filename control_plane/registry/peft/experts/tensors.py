@@ -215,7 +215,7 @@ class _Reader:
         expected = ((num_experts * rank, in_features), (out_features, num_experts * rank))
         if (a.shape, b.shape) == expected:
             return
-        if (a.shape, b.shape) == ((rows, out_features), (in_features, rows)):
+        if a.shape != (rows, in_features) and (a.shape, b.shape) == ((rows, out_features), (in_features, rows)):
             raise refuse(
                 shorten(parameter),
                 "has the inputs of the layer in lora_B and its outputs in lora_A, as early versions of PEFT wrote "
