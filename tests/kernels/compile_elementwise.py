@@ -14,6 +14,7 @@ import triton
 from kernels.gated_activation.triton_kernel import BLOCK, gated_activation_kernel
 from kernels.rms_norm.triton_kernel import num_warps_for, rms_norm_kernel
 from kernels.rope.triton_kernel import BLOCK_HEADS, rope_kernel
+from kernels.token_rows.triton_kernel import embeddings_kernel, logits_kernel
 from tests.kernels.compiling import compile_for_h200, stack_bytes
 
 
@@ -58,7 +59,18 @@ def compile_norm(hidden: int, *, has_residual: bool) -> None:
     compile_kernel(rms_norm_kernel, constants, kinds, num_warps_for(constants["BLOCK_H"]))
 
 
+def compile_token_rows() -> None:
+    """Rows of 4096 values in pages of 1024 columns."""
+    tables = dict.fromkeys(("ids_ptr", "bias_ptr", "token_ids_ptr"), "*i64")
+    tables |= dict.fromkeys(("token_slots_ptr", "row_slots_ptr", "page_ids_ptr", "first_ptr", "count_ptr"), "*i32")
+    tables |= {"values_ptr": "*fp32", "h_ptr": "*fp32", "multiplier": "fp32"}
+    pages = {"BLOCK": 1024, "PAGE_VALUES": 4096}
+    compile_kernel(embeddings_kernel, pages | {"TILE_WIDTH": 1024, "PAGE_RANKS": 8}, tables, 4)
+    compile_kernel(logits_kernel, pages | {"NUM_PLANES": 2}, tables, 4)
+
+
 if __name__ == "__main__":
+    compile_token_rows()
     compile_rope(128, 128, has_norm=False, has_positions=True)
     compile_rope(80, 32, has_norm=True, has_positions=False)
     compile_norm(4096, has_residual=True)
