@@ -35,6 +35,20 @@ class ModuleSize:
         return page_widths(self.in_features, self.out_features, is_embedding=self.is_embedding, is_head=self.is_head)
 
 
+@dataclass(frozen=True, slots=True)
+class RowsSize:
+    """What the size of rows that replace those of an embedding or a head depends on."""
+
+    num_rows: int
+    width: int  # the hidden size
+    has_bias: bool  # of a head's rows
+
+    @property
+    def num_values(self) -> int:
+        """Values of 4 bytes beside the rows: the token ids, and the biases."""
+        return self.num_rows * (2 if self.has_bias else 1)
+
+
 def page_widths(in_features: int, out_features: int, *, is_embedding: bool, is_head: bool) -> tuple[int, ...]:
     """The widths of a module that whole pages are made for. Of another width the last page has unused columns.
 
@@ -52,18 +66,21 @@ def chunk_name(layer: int | None) -> str:
     return REST if layer is None else f"layers.{layer}"
 
 
-def arena_bytes(modules: Sequence[ModuleSize], dtype: str) -> int:
+def arena_bytes(modules: Sequence[ModuleSize], dtype: str, rows: Sequence[RowsSize] = ()) -> int:
     """Bytes that an adapter takes of a worker's arena. `dtype` is a key of ITEMSIZE.
 
     A page holds RANKS_PER_PAGE ranks of one tile. All tiles are as wide as the greatest common divisor of page_widths.
-    The vectors of all modules are stored together and rounded up to whole pages.
+    The vectors of all modules are stored together and rounded up to whole pages. Rows of an embedding or a head lie
+    as ranks do, and their ids and biases as vectors do.
     """
-    columns = math.gcd(*(width for module in modules for width in module.page_widths))
+    columns = math.gcd(*(width for module in modules for width in module.page_widths), *(part.width for part in rows))
     page_bytes = RANKS_PER_PAGE * columns * ITEMSIZE[dtype]
     num_pages = sum(
         -(-module.rank // RANKS_PER_PAGE)
         * sum(-(-width // columns) for width in (module.in_features, module.out_features))
         for module in modules
     )
+    num_pages += sum(-(-part.num_rows // RANKS_PER_PAGE) * -(-part.width // columns) for part in rows)
     num_values = sum(module.out_features * module.num_vectors for module in modules)
+    num_values += sum(part.num_values for part in rows)
     return (num_pages + -(-_VECTOR_ITEMSIZE * num_values // page_bytes)) * page_bytes

@@ -118,6 +118,7 @@ def make_adapter(
     rank_pattern: dict[str, int] | None = None,
     alpha_pattern: dict[str, float] | None = None,
     scale_b: float = 0.3,
+    resize: int | None = None,
     **config: Any,
 ) -> Path:
     """Write a random LoRA adapter for `checkpoint` with PEFT and return `directory`.
@@ -125,13 +126,17 @@ def make_adapter(
     For a mixture of experts "all-linear" means the attention linears: with PEFT's own meaning it would wrap the
     stacked expert weights too, which are no linears. `scale_b` is the standard deviation of B: 0 gives an adapter
     that changes nothing. `config` are further fields of LoraConfig. For GPT-2's transposed linears fan_in_fan_out is
-    set, as PEFT requires.
+    set, as PEFT requires. `resize` is the size of the model's vocabulary when it is trained: its new rows are random
+    and saved. So are the rows of modules_to_save and trainable_token_indices.
     """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    if resize is not None:
+        _resize(base, resize, generator)
     if targets == "all-linear" and base.config.model_type in ("mixtral", "qwen3_moe"):
         targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     if base.config.model_type == "gpt2":
@@ -147,10 +152,11 @@ def make_adapter(
         **config,
     )
     model = get_peft_model(base, lora)
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            if ".lora_A." in name:
+            if ".modules_to_save." in name or "trainable_tokens_delta" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std())
+            elif ".lora_A." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
             elif ".lora_embedding_A." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
@@ -162,6 +168,20 @@ def make_adapter(
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.5)
     model.save_pretrained(str(directory))
     return directory
+
+
+def _resize(base: Any, num_tokens: int, generator: Any) -> None:
+    """Give the model a vocabulary of another size, with rows like those that it has."""
+    import torch
+
+    num_before = base.config.vocab_size
+    base.resize_token_embeddings(num_tokens, mean_resizing=False)
+    with torch.no_grad():
+        for weight in {
+            id(w): w for w in (m.weight for m in (base.get_input_embeddings(), base.get_output_embeddings()))
+        }.values():
+            new = weight[num_before:]
+            new.copy_(torch.randn(new.shape, generator=generator) * weight[:num_before].std())
 
 
 def make_tokenizer(directory: Path, *, vocab_size: int = 256) -> Path:

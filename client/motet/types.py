@@ -237,6 +237,8 @@ class AdapterVersion:
     signature: VersionSignature | None = None  # None: the files had none, or the server trusts no signers
     version_labels: tuple[str, ...] = ()  # that point to it; filled by versions() only
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
+    vocab_size: int | None = None  # tokens of its own vocabulary; None: the base model's
+    num_rows: int = 0  # rows of embedding and head that it replaces or adds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

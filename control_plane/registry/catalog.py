@@ -29,7 +29,6 @@ from control_plane.registry.records import AdapterRecord, AdapterState, AdapterV
 from control_plane.registry.versions.record_changes import version_of
 from control_plane.registry.versions.version_names import VersionName
 from control_plane.registry.visible_names import VisibleNames
-from control_plane.scheduler.types import AdapterRef
 
 RecordListener = Callable[[AdapterRecord | None, AdapterRecord | None], None]
 
@@ -102,9 +101,7 @@ class Catalog:
             version = version_of(record, digest or record.active_digest)
         if is_exact and (error := self.servability_error(version)):
             raise error
-        return ResolvedAdapter(
-            adapter_id, version, AdapterRef(version.digest, version.arena_bytes, version.context_length)
-        )
+        return ResolvedAdapter(adapter_id, version, version.ref)
 
     def get(self, adapter_id: str, caller: Caller) -> AdapterRecord:
         """The record of a name that the caller sees. Raises AdapterNotFound, which suggests the nearest such names."""

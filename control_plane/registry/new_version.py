@@ -106,4 +106,6 @@ def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: floa
         create_time_s=now_s,
         base_fingerprint=base_model.fingerprint,
         number=number,
+        vocab_size=packed.num_tokens or 0,
+        num_rows=packed.num_rows,
     )

@@ -48,8 +48,15 @@ class AdapterVersion:
     create_time_s: float  # wall clock, seconds since 1970
     base_fingerprint: str = ""  # base checkpoint it was checked against
     number: int = 0  # counts up from 1 with the versions of the name; never given twice while the name exists
+    vocab_size: int = 0  # tokens of its own vocabulary; 0: the base model's
+    num_rows: int = 0  # rows of embedding and head that it replaces or adds
     signature: SignatureVerdict | None = None  # of the files that it was registered from; None: they had none
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
+
+    @property
+    def ref(self) -> AdapterRef:
+        """The version as the scheduler sees it."""
+        return AdapterRef(self.digest, self.arena_bytes, self.context_length, self.vocab_size or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +156,9 @@ def encode_record(record: AdapterRecord) -> bytes:
 def encode_version(version: AdapterVersion) -> bytes:
     """The stored document of a version."""
     document = asdict(version) | {"format": _VERSION_FORMAT}
-    if not version.context_length:
-        del document["context_length"]
+    for name in ("context_length", "vocab_size", "num_rows"):
+        if not document[name]:  # as documents were before there were such adapters
+            del document[name]
     if version.signature is None:  # as documents were before there were signatures
         del document["signature"]
     else:

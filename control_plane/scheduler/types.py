@@ -34,6 +34,7 @@ class AdapterRef:
     digest: str  # 64 lower-case hexadecimal digits
     arena_bytes: int  # what it takes of a worker's arena, page rounding included
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
+    vocab_size: int | None = None  # tokens of its own vocabulary; None: the base model's
 
 
 class Combination(enum.Enum):
@@ -223,6 +224,7 @@ class NewRow:
     adapters: tuple[SlotUse, ...] = ()  # several, or one with a scale; slot_idx is the first of them then
     is_linear: bool = False  # `adapters` are combined as Combination.LINEAR says
     active_from: int = 0  # tokens before the first one that its adapter changes
+    vocab_size: int | None = None  # of its adapter; None: the base model's
 
     @property
     def num_tokens(self) -> int:

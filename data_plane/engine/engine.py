@@ -137,8 +137,9 @@ class TorchEngine:
             self._sampler.free(freed)
         for new in plan.new_rows:
             self._check_adapters(new)
-            rows.add(new)
-            self._sampler.add(new)
+            num_tokens = None if new.slot is None else self.arena.num_tokens(new.slot)
+            rows.add(new, num_tokens)
+            self._sampler.add(new, num_tokens)
         if len(plan.appended_blocks):
             rows.append_blocks(plan.appended_blocks)
         if len(plan.paused_rows) or len(plan.resumed_rows):
@@ -174,6 +175,8 @@ class TorchEngine:
             if not 0 <= slot < self.capacities.num_slots:
                 raise PlanRefused(f"new row {new.row} names slot {slot} of {self.capacities.num_slots}")
             self.arena.check(slot, generation)
+            if new.adapters is not None and self.arena.replaces_rows(slot):
+                raise PlanRefused(f"new row {new.row} combines or scales slot {slot}, whose adapter replaces rows")
 
     def _pass(
         self, decoding: Int64Array, prefills: Int32Array, prompt_logprobs: list[RowLogprobs]
@@ -193,7 +196,7 @@ class TorchEngine:
             logits = self._forward(batch)
         num_sampled = len(batch.sampled_rows)
         with span("sample"):
-            prompt_logprobs += compute_logprobs(logits[num_sampled:], batch.prompt_requests)
+            prompt_logprobs += self._logprobs(logits[num_sampled:], batch.prompt_requests)
             return self._sample(batch, logits[:num_sampled])
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
@@ -207,8 +210,10 @@ class TorchEngine:
         steps = self.adapter_steps
         lora = steps.begin(batch.token_slots, batch.slots, batch.further) if batch.slots else None
         head_lora = steps.begin_head(batch.kept_slots, batch.kept_further) if lora is not None else None
+        replaced = steps.begin_rows(batch.token_slots) if batch.slots else None
+        head_replaced = None if replaced is None else steps.begin_rows(batch.kept_slots)
         context = self.model.context
-        context.begin(batch.attention, batch.kv_positions, lora, head_lora)
+        context.begin(batch.attention, batch.kv_positions, lora, head_lora, replaced, head_replaced)
         try:
             logits = self.model.logits(batch.input_ids, batch.position_ids, batch.kept)
         finally:
@@ -225,10 +230,9 @@ class TorchEngine:
             return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
         # The token to be sampled is the one behind all known ones.
         positions = rows.num_known[sampled] - rows.num_prompt[sampled]
-        processed = self._sampler.processed_logits(logits, sampled, positions)
         # Worker and control plane count a token for a row that is not finite, so that they agree on what decodes. The
         # token itself is not returned.
-        tokens, finite = self._sampler.sample(logits, sampled, positions)
+        tokens, finite, returned = self._draw(logits, sampled, positions)
         self._last_tokens[upload(sampled, tokens.device)] = tokens
         on_host, is_finite = _fetch(tokens, finite)
         rows.num_known[sampled] += 1
@@ -248,10 +252,50 @@ class TorchEngine:
                 )
                 for i in indices
             ]
-            if processed is not None:
-                logits = logits.float().index_copy(0, upload(processed[0], logits.device), processed[1])
-            logprobs = compute_logprobs(logits[upload(indices, logits.device)], requests)
+            logprobs = self._logprobs(returned[upload(indices, logits.device)], requests)
         return numbers[is_finite], on_host[is_finite], numbers[~is_finite], logprobs
+
+    def _draw(
+        self, logits: torch.Tensor, sampled: Int64Array, positions: Int64Array
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, whether the logits are finite (see Sampler.sample), and the logits whose log-probabilities are
+        returned. Rows with vocabularies of one size are drawn together."""
+        num_tokens = self._rows.num_tokens[sampled]
+        if (num_tokens == logits.shape[1]).all():
+            groups = [(np.arange(len(sampled)), logits)]
+        else:
+            groups = [(at, logits[upload(at, logits.device), :size]) for size, at in _by_size(num_tokens)]
+        tokens = torch.zeros(len(sampled), dtype=torch.int64, device=logits.device)
+        finite = torch.zeros(len(sampled), dtype=torch.bool, device=logits.device)
+        returned = logits
+        for indices, own in groups:
+            rows, at = sampled[indices], positions[indices]
+            processed = self._sampler.processed_logits(own, rows, at)
+            if processed is not None:
+                if returned is logits:
+                    returned = logits.to(torch.float32, copy=True)
+                returned[upload(indices[processed[0]], logits.device), : own.shape[1]] = processed[1]
+            drawn = self._sampler.sample(own, rows, at)
+            if len(groups) == 1:
+                tokens, finite = drawn
+            else:
+                there = upload(indices, logits.device)
+                tokens[there], finite[there] = drawn
+        return tokens, finite, returned
+
+    def _logprobs(self, logits: torch.Tensor, requests: list[LogprobsRequest]) -> list[RowLogprobs]:
+        """compute_logprobs, over the vocabulary of each request's row."""
+        num_tokens = self._rows.num_tokens[np.array([request.row for request in requests], dtype=np.int64)]
+        if (num_tokens == logits.shape[1]).all():
+            return compute_logprobs(logits, requests)
+        counts = np.array([len(request.token_ids) for request in requests])
+        groups = np.repeat(np.arange(len(requests)), counts)
+        found: list[RowLogprobs] = []
+        for size, indices in _by_size(num_tokens):
+            there = upload(np.flatnonzero(np.isin(groups, indices)), logits.device)
+            found += compute_logprobs(logits[there, :size], [requests[index] for index in indices.tolist()])
+        order = {request.row: index for index, request in enumerate(requests)}
+        return sorted(found, key=lambda part: order[part.row])
 
     def _mark_dirty(self, rows: Int32Array) -> None:
         """Remember the blocks that these rows filled: the rows end, and their KV may not be finite."""
@@ -269,6 +313,11 @@ class TorchEngine:
         if self._host_blocks is not None:
             self._host_blocks.before_writing(dirty.astype(np.int64))
         self.kv_cache.make_finite(dirty)
+
+
+def _by_size(num_tokens: Int64Array) -> list[tuple[int, Int64Array]]:
+    """Sizes of vocabularies, each with the indices that have it."""
+    return [(size, np.flatnonzero(num_tokens == size)) for size in np.unique(num_tokens).tolist()]
 
 
 def _fetch(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[Int32Array, BoolArray]:

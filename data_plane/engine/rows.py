@@ -37,6 +37,7 @@ class Rows:
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.num_tokens = np.full(max_rows, vocab_size)  # of the vocabulary of each row's adapter
         self.is_used = np.zeros(max_rows, dtype=np.bool_)
         self.is_paused = np.zeros(max_rows, dtype=np.bool_)
         # Invariant of used rows: num_computed <= num_known <= num_computed + 1 once the prefill has ended. A row is
@@ -81,8 +82,9 @@ class Rows:
             self.token_ids.pop(row, None)
         self.adapters.free(rows)
 
-    def add(self, new: NewRow) -> None:
-        """Begin a row."""
+    def add(self, new: NewRow, vocab_size: int | None = None) -> None:
+        """Begin a row. `vocab_size` is that of its adapter; None: the model's."""
+        vocab_size = self.vocab_size if vocab_size is None else vocab_size
         row, num_tokens, num_row_blocks = new.row, len(new.token_ids), len(new.block_ids)
         if not 0 <= row < self.max_rows:
             raise PlanRefused(f"new row {row} is not one of the {self.max_rows} rows")
@@ -99,8 +101,8 @@ class Rows:
             raise PlanRefused(f"new row {row} has {num_tokens} tokens, {new.num_prompt_tokens} of them the prompt")
         if new.num_computed_tokens > num_row_blocks * self.block_size:
             raise PlanRefused(f"new row {row} has {new.num_computed_tokens} tokens computed in {num_row_blocks} blocks")
-        if new.token_ids.min() < 0 or new.token_ids.max() >= self.vocab_size:
-            raise PlanRefused(f"new row {row} has a token id outside [0, {self.vocab_size})")
+        if new.token_ids.min() < 0 or new.token_ids.max() >= vocab_size:
+            raise PlanRefused(f"new row {row} has a token id outside [0, {vocab_size})")
         self._check_blocks(f"new row {row}", new.block_ids)
         self.adapters.add(new)
         self.is_used[row] = self.maybe_non_finite[row] = True
@@ -112,6 +114,7 @@ class Rows:
         self.num_row_blocks[row] = num_row_blocks
         self.slot[row] = -1 if new.slot is None else new.slot
         self.slot_generation[row] = new.slot_generation
+        self.num_tokens[row] = vocab_size
         self.is_host_fed[row] = new.is_host_fed
         self.token_ids[row] = new.token_ids
 
@@ -154,8 +157,10 @@ class Rows:
         if not is_waiting.all():
             row = int(rows[~is_waiting][0])
             raise PlanRefused(f"fed_tokens names row {row}, which is not a host-fed row past its prefill")
-        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
-            raise PlanRefused(f"fed_tokens has a token id outside [0, {self.vocab_size})")
+        is_unknown = (tokens < 0) | (tokens >= self.num_tokens[rows])
+        if is_unknown.any():
+            highest = int(self.num_tokens[rows[is_unknown.argmax()]])
+            raise PlanRefused(f"fed_tokens has a token id outside [0, {highest})")
 
     def check_swaps(self, swap_outs: Int32Array, swap_ins: Int32Array) -> None:
         """Refuse swaps out of range or onto one block twice."""

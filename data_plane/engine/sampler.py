@@ -57,9 +57,11 @@ class Sampler:
         self._min_tokens = np.zeros(max_rows, dtype=np.int64)
         self._is_adjusted = np.zeros(max_rows, dtype=np.bool_)  # logits are changed in some step
         self._history_place = np.full(max_rows, -1, dtype=np.int64)  # -1: no penalties
+        self._num_tokens = np.full(max_rows, vocab_size)  # of the row's vocabulary
         # By row: its biases before and after min_tokens generated tokens. Rows without any are not in it.
         self._biases: dict[int, tuple[_Biases, _Biases]] = {}
-        self._history = TokenHistory(vocab_size=vocab_size, device=device)
+        # By the size of a vocabulary, that of the model first.
+        self._histories = {vocab_size: TokenHistory(vocab_size=vocab_size, device=device)}
         # Settings of the rows that drew last, valid until a row begins. Only their positions change from step to step.
         self._last_draws: tuple[bytes, SamplingRows | None] | None = None
         # Most likely tokens returned beside each token; -1: no log-probabilities.
@@ -67,14 +69,16 @@ class Sampler:
         self.num_prompt_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self._logprobs_mode = np.full(max_rows, types_pb2.LOGPROBS_MODE_RAW, dtype=np.int64)
 
-    def add(self, new: NewRow) -> None:
-        """Begin a row. Raises PlanRefused for settings out of range."""
+    def add(self, new: NewRow, vocab_size: int | None = None) -> None:
+        """Begin a row, whose adapter has that many tokens; None: as the model. Raises PlanRefused for bad settings."""
         row, sampling = new.row, new.sampling
-        _check(new, self._vocab_size)
+        num_tokens = self._vocab_size if vocab_size is None else vocab_size
+        _check(new, num_tokens)
+        self._num_tokens[row] = num_tokens
         self._last_draws = None
         for name, values in self._draw.items():
             values[row] = getattr(sampling, name) if name != "seed" else np.uint64(sampling.seed).astype(np.int64)
-        self._draw["top_k"][row] = min(sampling.top_k, self._vocab_size)
+        self._draw["top_k"][row] = min(sampling.top_k, num_tokens)
         for name, values in self._penalties.items():
             values[row] = getattr(sampling, f"{name}_penalty")
         self._min_tokens[row] = sampling.min_tokens
@@ -83,7 +87,9 @@ class Sampler:
         self._logprobs_mode[row] = sampling.logprobs_mode
         if _has_penalties(sampling):
             prompt, completion = np.split(new.token_ids, [new.num_prompt_tokens])
-            self._history_place[row] = self._history.take(prompt, completion)
+            if num_tokens not in self._histories:
+                self._histories[num_tokens] = TokenHistory(vocab_size=num_tokens, device=self._device)
+            self._history_place[row] = self._histories[num_tokens].take(prompt, completion)
         banned = sampling.banned_token_ids
         if sampling.biased_token_ids is not None or banned is not None:
             after = _biases(sampling)
@@ -102,15 +108,15 @@ class Sampler:
 
     def stats(self) -> SamplerStats:
         """What the rows hold at present."""
-        return SamplerStats(
-            int(self._is_adjusted.sum()), len(self._biases), self._history.num_held, len(self._history.table)
-        )
+        num_held = sum(history.num_held for history in self._histories.values())
+        num_places = sum(len(history.table) for history in self._histories.values())
+        return SamplerStats(int(self._is_adjusted.sum()), len(self._biases), num_held, num_places)
 
     def free(self, rows: Int32Array) -> None:
         """End rows."""
         for row in rows[self._is_adjusted[rows]].tolist():
             if self._history_place[row] >= 0:
-                self._history.release(int(self._history_place[row]))
+                self._release(int(self._num_tokens[row]), int(self._history_place[row]))
             self._history_place[row] = -1
             self._biases.pop(row, None)
             self._is_adjusted[row] = False
@@ -120,12 +126,16 @@ class Sampler:
         self._is_adjusted[:] = False
         self._history_place[:] = -1
         self._biases.clear()
-        self._history.clear()
+        own = self._histories[self._vocab_size]
+        own.clear()
+        self._histories = {self._vocab_size: own}
 
     def sample(
         self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each of the rows, int64 [n] on the device, from its logits [n, vocab]; histories count it.
+
+        The rows have vocabularies of one size.
 
         The second result, bool [n], says whether all logits of a row are finite; if not, its token means nothing.
         positions [n] are the indices of the tokens in the rows' completions, from 0.
@@ -134,7 +144,8 @@ class Sampler:
         tokens, is_finite = sample_and_check(logits, self._draws(rows, positions), adjustments)
         places = self._history_place[rows]
         if (places >= 0).any():
-            self._history.count(self._tensor(places[places >= 0]), tokens[self._tensor(np.flatnonzero(places >= 0))])
+            history = self._histories[logits.shape[1]]
+            history.count(self._tensor(places[places >= 0]), tokens[self._tensor(np.flatnonzero(places >= 0))])
         return tokens, is_finite
 
     def processed_logits(
@@ -155,6 +166,13 @@ class Sampler:
             None if settings is None else replace(settings, position=self._tensor(at)),
             self.adjustments(chosen, at) if self._is_adjusted[chosen].any() else None,
         )
+
+    def _release(self, num_tokens: int, place: int) -> None:
+        """Give a history back; the last one of an adapter's vocabulary gives the memory back."""
+        history = self._histories[num_tokens]
+        history.release(place)
+        if num_tokens != self._vocab_size and history.num_held == 0:
+            del self._histories[num_tokens]
 
     def _draws(self, rows: Int64Array, positions: Int64Array) -> SamplingRows | None:
         key = rows.tobytes()
@@ -191,11 +209,16 @@ class Sampler:
             rows=self._tensor(indices),
             **{name: self._tensor(values[adjusted]) for name, values in self._penalties.items()},
             history_row=self._tensor(self._history_place[adjusted]),
-            history=self._history.table,
+            history=self._history_of(adjusted).table,
             bias_row=self._tensor(np.repeat(np.arange(len(indices)), counts)),
             bias_token=self._tensor(np.concatenate([token_ids for token_ids, _ in biases])),
             bias=self._tensor(np.concatenate([values for _, values in biases])),
         )
+
+    def _history_of(self, rows: Int64Array) -> TokenHistory:
+        """The histories of rows with vocabularies of one size, of which none may have a history."""
+        num_tokens = int(self._num_tokens[rows[0]])
+        return self._histories.get(num_tokens) or TokenHistory(vocab_size=num_tokens, device=self._device)
 
     def _biases_of(self, row: int, position: int) -> _Biases:
         """Biases for the token at this index of the row's completion."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from data_plane.adapters.step.lora_step import LoraStep
+from data_plane.adapters.step.row_step import RowStep
 from kernels.paged_attention import AttentionBatch
 
 
@@ -19,6 +20,9 @@ class StepContext:
         self.kv_positions: torch.Tensor | None = None  # int64 [num_tokens]: where each token's KV goes
         self.lora: LoraStep | None = None  # None: no token of the step has an adapter
         self.head_lora: LoraStep | None = None  # adapters of the rows that the head sees; None: none targets the head
+        # Rows of embedding and head that adapters replace, for all tokens and for those that the head sees.
+        self.rows: RowStep | None = None
+        self.head_rows: RowStep | None = None
 
     def begin(
         self,
@@ -26,12 +30,16 @@ class StepContext:
         kv_positions: torch.Tensor,
         lora: LoraStep | None,
         head_lora: LoraStep | None = None,
+        rows: RowStep | None = None,
+        head_rows: RowStep | None = None,
     ) -> None:
         """Set the step for the forward pass that follows."""
         self.attention = attention
         self.kv_positions = kv_positions
         self.lora = lora
         self.head_lora = head_lora
+        self.rows = rows
+        self.head_rows = head_rows
 
     def end(self) -> None:
         """Forget the step."""
@@ -39,3 +47,5 @@ class StepContext:
         self.kv_positions = None
         self.lora = None
         self.head_lora = None
+        self.rows = None
+        self.head_rows = None

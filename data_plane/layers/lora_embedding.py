@@ -13,7 +13,7 @@ class LoraEmbedding(nn.Module):
     """A loaded embedding, of any class, plus what the step's adapters add.
 
     If the embedding multiplies what it looks up (Gemma's embed_scale), the adapters' part is multiplied too, as in
-    PEFT.
+    PEFT. Rows that an adapter brings take the place of what is looked up and added.
     """
 
     def __init__(self, embedding: nn.Embedding, target_name: str, context: StepContext) -> None:
@@ -33,10 +33,12 @@ class LoraEmbedding(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., hidden] for token ids [...]. In a step with adapters the ids are those of the step's tokens."""
-        output: torch.Tensor = self.embedding(input)
+        rows, target = self.context.rows, self.targets[0]
+        known = input if rows is None else rows.known_ids(input)
+        output: torch.Tensor = self.embedding(known)
+        y = output.view(-1, target.out_features)
         if self.context.lora is not None:
-            target = self.targets[0]
-            self.context.lora.embed(
-                target.name, input.reshape(-1), output.view(-1, target.out_features), self.multiplier
-            )
+            self.context.lora.embed(target.name, known.reshape(-1), y, self.multiplier)
+        if rows is not None:
+            rows.embed(target.name, input.reshape(-1), y, self.multiplier)
         return output

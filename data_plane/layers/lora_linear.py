@@ -49,7 +49,7 @@ class LoraLinear(nn.Linear):
         self.is_head = kind is TargetKind.HEAD
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out_features] for input [..., in_features].
+        """[..., out_features] for input [..., in_features]; of a head more columns where adapters bring tokens.
 
         In a step with adapters the rows are the step's tokens; for a head they are the tokens whose logits are kept.
         """
@@ -64,6 +64,11 @@ class LoraLinear(nn.Linear):
                 lora.apply(self.target_names[0], x, y)
             else:
                 lora.apply_group(self.target_names, x, y)
+        rows = self.context.head_rows if self.is_head else None
+        if rows is not None and self.target_names:
+            x, y = input.reshape(-1, self.in_features), output.view(-1, self.out_features)
+            wide = rows.logits(self.target_names[0], x, y)
+            output = wide.view(*input.shape[:-1], wide.shape[1])
         return _apart(output) if self.out_features == 1 else output
 
     def target_weight(self, index: int) -> torch.Tensor:

@@ -45,6 +45,15 @@ def require_prompt(expected: str, token_ids: Sequence[int]) -> None:
         )
 
 
+def require_vocabulary(checked_for: int, vocab_size: int) -> None:
+    """Raises PreconditionFailed if the version that the request gets has another vocabulary than it was checked for."""
+    if checked_for != vocab_size:
+        raise PreconditionFailed(
+            f"adapter: its version was deleted meanwhile, and the active one has {vocab_size} tokens, not "
+            f"{checked_for}; send the request again"
+        )
+
+
 def prompt_sha256(token_ids: Sequence[int]) -> str:
     """SHA-256 of token ids, each as 4 bytes, least significant first; 64 lower-case hexadecimal digits."""
     words = array("I", token_ids)

@@ -173,7 +173,8 @@ def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_mo
 
 def effective_stop_token_ids(checked: CheckedRequest, eos_token_ids: Sequence[int], vocab_size: int) -> frozenset[int]:
     """The tokens that end a completion. Raises InvalidRequest where min_tokens would leave no token to choose."""
-    token_ids = checked.stop_token_ids if checked.ignore_eos else checked.stop_token_ids.union(eos_token_ids)
+    known = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # a smaller vocabulary may lack some
+    token_ids = checked.stop_token_ids if checked.ignore_eos else checked.stop_token_ids.union(known)
     if checked.sampling.min_tokens and len(token_ids) >= vocab_size:
         raise refuse(
             "stopping.stop_token_ids",

@@ -20,7 +20,7 @@ from motet.v1 import generation_pb2, generation_pb2_grpc
 from contract.rope_scaling import MAX_CONTEXT
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation.generation_record import GenerationRecord
-from control_plane.api.generation.preconditions import require_model, require_prompt
+from control_plane.api.generation.preconditions import require_model, require_prompt, require_vocabulary
 from control_plane.api.generation.request import (
     CheckedRequest,
     check_prompt_logprobs,
@@ -34,12 +34,13 @@ from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
-from control_plane.checks import refuse
+from control_plane.checks import Violations, refuse
 from control_plane.errors import AdapterNotFound, MotetError, NoWorker, PermissionDenied
 from control_plane.fleet.fleet import Fleet
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import ResolvedAdapter
 from control_plane.registry.registry import Registry
+from control_plane.registry.versions.version_names import version_name_of
 from control_plane.scheduler.types import Request, Sampling
 
 logger = logging.getLogger(__name__)
@@ -107,22 +108,22 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._gate.check()
         caller = current_caller()
         account = self._fleet.account_of(caller.tenant, caller.host, is_authenticated=caller.principal.is_authenticated)
+        key = message.routing_key or message.request_id or secrets.token_hex(8)
+        vocab_size = self._vocab_size_of(message, key)
         checked = check_request(
-            message,
-            vocab_size=self._model.vocab_size,
-            max_model_len=self._max_model_len(MAX_CONTEXT),
-            draw_seed=self._draw_seed,
+            message, vocab_size=vocab_size, max_model_len=self._max_model_len(MAX_CONTEXT), draw_seed=self._draw_seed
         )
-        stop_token_ids = effective_stop_token_ids(checked, self._model.eos_token_ids, self._model.vocab_size)
+        stop_token_ids = effective_stop_token_ids(checked, self._model.eos_token_ids, vocab_size)
         if checked.stop:
             self._codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
-        resolved = self._resolved(checked, key := checked.routing_key or secrets.token_hex(8))
+        resolved = self._resolved(checked, key)
         max_model_len = self._max_model_len(0 if resolved is None else resolved.ref.context_length)
         render_time_s = self._render_time_s(checked)
-        prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len)
+        prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len, vocab_size)
         if resolved is not None:
             resolved = self._resolved_anew(resolved, key=None if checked.names_version else key)
+            require_vocabulary(vocab_size, resolved.ref.vocab_size or self._model.vocab_size)
         require_prompt(checked.prompt_sha256, prompt)
         max_tokens = effective_max_tokens(checked, len(prompt), max_model_len)
         check_prompt_logprobs(checked, len(prompt))
@@ -144,7 +145,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             num_samples=decoding.best_of if decoding.beam is None else 1,
             beam=decoding.beam,
         )
-        stream = self._response_stream(checked, request, resolved, render_time_s)
+        stream = self._response_stream(checked, request, resolved, render_time_s, vocab_size)
         with GenerationRecord(self._audit, caller, checked, request, stream, self._clock) as record:
             if await stream.resume():
                 # The client had every token already; only the end of its stream was lost.
@@ -179,6 +180,17 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             raise PermissionDenied("adapter: this credential may not use the base model; name an adapter")
         return None
 
+    def _vocab_size_of(self, message: generation_pb2.GenerateRequest, key: str) -> int:
+        """Tokens that the request may name: its adapter's. The base model's where the adapter is not known."""
+        if not message.adapter:
+            return self._model.vocab_size
+        name = version_name_of(message.adapter, message.adapter_digest, "adapter", Violations())
+        try:
+            resolved = self._registry.resolve(name.adapter_id, message.adapter_digest, selector=name.selector, key=key)
+        except MotetError:
+            return self._model.vocab_size  # the checks that follow say what is wrong
+        return resolved.ref.vocab_size or self._model.vocab_size
+
     def _resolved_anew(self, resolved: ResolvedAdapter, *, key: str | None) -> ResolvedAdapter:
         """`resolved` again, after other tasks had a turn of the event loop, if that version still exists.
 
@@ -193,7 +205,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             return self._registry.resolve(resolved.adapter_id, key=key)
 
     def _response_stream(
-        self, checked: CheckedRequest, request: Request, resolved: ResolvedAdapter | None, render_time_s: float | None
+        self,
+        checked: CheckedRequest,
+        request: Request,
+        resolved: ResolvedAdapter | None,
+        render_time_s: float | None,
+        vocab_size: int,
     ) -> ResponseStream:
         stops = StopStrings(checked.stop)
         # Not the fleet's number: by two of those a client could count the requests of all tenants between them.
@@ -207,7 +224,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             model_fingerprint=self._model.fingerprint,
             render_time_s=render_time_s,
             request=request,
-            vocab_size=self._model.vocab_size,
+            vocab_size=vocab_size,
             make_text=lambda: TextStream(self._codec.detokenizer(), stops, checked.sampling.min_tokens),
             clock=self._clock,
             keeps_text=self._audit.has_text,
@@ -220,7 +237,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return self._wall_clock() if checked.render_time_s is None else checked.render_time_s
 
     async def _prompt_token_ids(
-        self, checked: CheckedRequest, account: str, render_time_s: float | None, max_model_len: int
+        self,
+        checked: CheckedRequest,
+        account: str,
+        render_time_s: float | None,
+        max_model_len: int,
+        vocab_size: int,
     ) -> Sequence[int]:
         if checked.token_ids is not None:
             return checked.token_ids
@@ -235,10 +257,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             )
         if not ids:
             raise refuse(checked.input_field, "no token is left after tokenisation; a prompt needs at least one")
-        if max(ids) >= self._model.vocab_size:
+        if max(ids) >= vocab_size:
             raise refuse(
                 checked.input_field,
-                f"holds the token {max(ids)}, which the model, of vocabulary size {self._model.vocab_size}, lacks",
+                f"holds the token {max(ids)}, which the model, of vocabulary size {vocab_size}, lacks",
             )
         return ids
 

@@ -24,21 +24,21 @@ class _Requested:
     num_top: int | None  # candidates returned with each sampled token; None: no log-probabilities
     num_prompt_top: int | None  # the same for the prompt's tokens
     position: int  # tokens of the row before the next sampled one
+    vocab_size: int  # of the row's adapter
     prompt_position: int = 1  # the first token of the prompt that may be returned next
 
 
 class ReturnedLogprobs:
     """Rows of one session that requested log-probabilities."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self) -> None:
         self._requested: dict[int, _Requested] = {}
 
-    def begin(self, row: int, sampling: Sampling, num_known: int) -> None:
+    def begin(self, row: int, sampling: Sampling, num_known: int, vocab_size: int) -> None:
         """A row begins; `num_known` tokens of it are known."""
-        num_top = num_logprobs(sampling, self._vocab_size)
+        num_top = num_logprobs(sampling, vocab_size)
         if num_top is not None or sampling.num_prompt_logprobs is not None:
-            self._requested[row] = _Requested(num_top, sampling.num_prompt_logprobs, num_known)
+            self._requested[row] = _Requested(num_top, sampling.num_prompt_logprobs, num_known, vocab_size)
 
     def forget(self, row: int) -> None:
         """A row is freed."""
@@ -52,7 +52,8 @@ class ReturnedLogprobs:
         Raises GarbageResult if they are not what the row requested.
         """
         requested = self._requested.get(entry.row)
-        logprobs = self._checked(step_id, entry, None if requested is None else requested.num_top, of_prompt=False)
+        num_top = None if requested is None else requested.num_top
+        logprobs = self._checked(step_id, entry, num_top, 0 if requested is None else requested.vocab_size)
         assert requested is not None, "log-probabilities of a row that requested none passed the checks"
         if token_id != logprobs.token_ids[0] or entry.first_position != requested.position:
             raise GarbageResult(
@@ -73,9 +74,8 @@ class ReturnedLogprobs:
         Raises GarbageResult if they are not what the row requested.
         """
         requested = self._requested.get(entry.row)
-        logprobs = self._checked(
-            step_id, entry, None if requested is None else requested.num_prompt_top, of_prompt=True
-        )
+        num_top, vocab_size = (None, 0) if requested is None else (requested.num_prompt_top, requested.vocab_size)
+        logprobs = self._checked(step_id, entry, num_top, vocab_size, of_prompt=True)
         assert requested is not None, "log-probabilities of a row that requested none passed the checks"
         if entry.first_position < requested.prompt_position:
             raise GarbageResult(
@@ -86,7 +86,13 @@ class ReturnedLogprobs:
         return logprobs
 
     def _checked(
-        self, step_id: int, entry: plan_pb2.RowLogprobs, num_requested: int | None, *, of_prompt: bool
+        self,
+        step_id: int,
+        entry: plan_pb2.RowLogprobs,
+        num_requested: int | None,
+        vocab_size: int,
+        *,
+        of_prompt: bool = False,
     ) -> PackedLogprobs:
         """What holds for all log-probabilities. Raises GarbageResult if it does not."""
         num_tokens, num_top = len(entry.token_ids) // 4, entry.num_top
@@ -102,10 +108,10 @@ class ReturnedLogprobs:
             np.frombuffer(data, dtype=_INT32) for data in (entry.token_ids, entry.top_token_ids, entry.ranks)
         )
         for ids in (token_ids, top_token_ids):
-            if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-                raise GarbageResult(f"step {step_id}: log-probabilities of a token outside 0..{self._vocab_size - 1}")
-        if not 1 <= ranks.min() <= ranks.max() <= self._vocab_size:
-            raise GarbageResult(f"step {step_id}: row {entry.row} has ranks outside 1..{self._vocab_size}")
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+                raise GarbageResult(f"step {step_id}: log-probabilities of a token outside 0..{vocab_size - 1}")
+        if not 1 <= ranks.min() <= ranks.max() <= vocab_size:
+            raise GarbageResult(f"step {step_id}: row {entry.row} has ranks outside 1..{vocab_size}")
         logprobs, top_logprobs = (np.frombuffer(d, dtype=_FLOAT32) for d in (entry.logprobs, entry.top_logprobs))
         if not (np.isfinite(logprobs).all() and np.isfinite(top_logprobs).all()):
             raise GarbageResult(f"step {step_id}: row {entry.row} has log-probabilities that are not finite")

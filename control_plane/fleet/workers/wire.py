@@ -38,13 +38,14 @@ class PlanEncoder:
     def __init__(self, epoch: int, vocab_size: int) -> None:
         self._epoch = epoch
         self._vocab_size = vocab_size
+        self._own_vocab_sizes: dict[int, int] = {}  # of rows whose adapters have other tokens than the base model
         # Invariant: a row the worker knows is in exactly one of these four.
         self._tokens_left: dict[int, int] = {}  # row in prefill -> known tokens not yet computed
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
         self._host_fed_decoding: set[int] = set()  # past its prefill, and decodes only where it is fed
         self._host_fed: set[int] = set()  # rows that were begun so, those in prefill included
-        self._logprobs = ReturnedLogprobs(vocab_size)
+        self._logprobs = ReturnedLogprobs()
         # The decoding rows of the latest plan, as they are and packed, while the worker decodes just those: most plans
         # name the same.
         self._steady: tuple[list[int], bytes] | None = None
@@ -63,7 +64,11 @@ class PlanEncoder:
             self._tokens_left[new.row] = new.num_tokens - new.num_computed_tokens
             if new.is_host_fed:
                 self._host_fed.add(new.row)
-            self._logprobs.begin(new.row, new.sampling, self._tokens_left[new.row] + new.num_computed_tokens)
+            vocab_size = self._vocab_size
+            if new.vocab_size is not None:
+                vocab_size = self._own_vocab_sizes[new.row] = new.vocab_size
+            num_known = self._tokens_left[new.row] + new.num_computed_tokens
+            self._logprobs.begin(new.row, new.sampling, num_known, vocab_size)
 
         paused, resumed, packed_rows = self._decode(plan)
         ended = self._prefill(plan)
@@ -80,7 +85,9 @@ class PlanEncoder:
                 epoch=self._epoch,
                 freed_rows=_packed(plan.freed_rows),
                 prompts=[_packed(prompt) for prompt in prompts.values()],
-                new_rows=[_encode_new_row(row, self._vocab_size, list(prompts)) for row in plan.new_rows],
+                new_rows=[
+                    _encode_new_row(row, row.vocab_size or self._vocab_size, list(prompts)) for row in plan.new_rows
+                ],
                 appended_blocks=_packed_pairs(plan.appended_blocks),
                 paused_rows=_packed(paused),
                 resumed_rows=_packed(resumed),
@@ -150,7 +157,12 @@ class PlanEncoder:
         if rows != packed_rows:
             raise GarbageResult(f"step {message.step_id}: rows other than those that sample in it")
         tokens = np.frombuffer(message.token_ids, dtype=_UINT32)  # a token below zero is above every vocabulary
-        if len(tokens) and tokens.max() >= self._vocab_size:
+        if self._own_vocab_sizes:
+            sizes = np.array([self._own_vocab_sizes.get(row, self._vocab_size) for row in row_ids], dtype=_UINT32)
+            is_unknown = tokens >= sizes if len(tokens) == len(sizes) else np.ones(1, dtype=np.bool_)
+            if is_unknown.any():
+                raise GarbageResult(f"step {message.step_id}: token outside the vocabulary of its row")
+        elif len(tokens) and tokens.max() >= self._vocab_size:
             raise GarbageResult(f"step {message.step_id}: token outside 0..{self._vocab_size - 1}")
         result = StepResult(
             message.step_id,
@@ -196,6 +208,7 @@ class PlanEncoder:
         self._paused.discard(row)
         self._host_fed_decoding.discard(row)
         self._host_fed.discard(row)
+        self._own_vocab_sizes.pop(row, None)
         self._logprobs.forget(row)
 
 

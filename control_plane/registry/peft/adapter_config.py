@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from control_plane.errors import FieldViolation, InvalidAdapter
-from control_plane.registry.peft.config_fields import check_fields, show
+from control_plane.registry.peft.config_fields import check_fields, show, trained_whole
 from control_plane.registry.peft.fields.long_context import FIELDS as ROPE_FIELDS
 from control_plane.registry.peft.kinds import FLAGS, kind_with
 from control_plane.registry.peft.kinds.adapter_kind import AdapterKind
@@ -43,6 +43,9 @@ class AdapterConfig:
     trains_biases: bool  # biases of the base model were trained too
     ties_weights: bool  # adapters of embedding and head are one, where the base model ties these two
     rope: Mapping[str, Any]  # what fields/long_context.py reads
+    saved_modules: frozenset[str] = frozenset()  # names of embeddings and heads that were trained whole
+    # Tokens that were trained alone, by the name of an embedding or a head; "": the embedding.
+    trained_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def manifest_kind(self) -> str:
@@ -129,6 +132,7 @@ class _Reader:
 
     def read(self) -> AdapterConfig | None:
         """The configuration, or None if a field could not be read."""
+        no_tokens: dict[str, tuple[int, ...]] = {}
         self._value("fan_in_fan_out", _flag, False)  # whatever it says: PEFT corrects it by the type of each module
         config = AdapterConfig(
             kind=self._kind(),
@@ -142,6 +146,8 @@ class _Reader:
             trains_biases=self._config.get("bias") not in (None, "none"),
             ties_weights=self._value("ensure_weight_tying", _flag, False),
             rope={name: self._config.get(name) for name in ROPE_FIELDS},
+            saved_modules=trained_whole(self._config.get("modules_to_save")),
+            trained_tokens=self._value("trainable_token_indices", _tokens, no_tokens),
         )
         return config if self._is_whole else None
 
@@ -207,6 +213,17 @@ def _parameters(field: str, value: Any) -> frozenset[str]:
     if names is None:
         raise refuse(field, f"is {show(value)}; a list of parameter names is expected")
     return names
+
+
+def _tokens(field: str, value: Any) -> dict[str, tuple[int, ...]]:
+    """The tokens of a list, or of a list for each module."""
+    lists = {"": value} if isinstance(value, list) else value
+    if not isinstance(lists, dict):
+        raise refuse(field, f"is {show(value)}; a list of token ids, or one for each module, is expected")
+    for ids in lists.values():
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+            raise refuse(field, f"has {show(ids)}; a list of token ids is expected")
+    return {name: tuple(ids) for name, ids in lists.items()}
 
 
 def _layers(field: str, value: Any) -> frozenset[int]:

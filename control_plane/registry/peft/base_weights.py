@@ -1,6 +1,6 @@
-"""Compares the base weights that PEFT saves beside adapters on embedding and lm_head with those of the base model.
+"""Compares tensors that PEFT saves of the base model with the base model's own.
 
-Called by ingest.py. Reads a few MiB of both files at a time.
+Called by trained_biases.py. Reads a few MiB of both files at a time.
 """
 
 from __future__ import annotations
@@ -9,37 +9,10 @@ import math
 from typing import BinaryIO
 
 from control_plane.registry.model.embedding_modules import CheckpointTensor
-from control_plane.registry.peft.module_plans import ModulePlan
-from control_plane.registry.peft.problems import Problems
-from control_plane.registry.peft.safetensors_header import ITEMSIZE, TensorEntry, refuse
-from control_plane.registry.peft.target_modules import TargetModules
+from control_plane.registry.peft.safetensors_header import ITEMSIZE, TensorEntry
 from control_plane.registry.peft.tensor_codec import decode, encode
 
 _SLICE_VALUES = 4 << 20  # compared at a time
-
-
-def check_base_weights(file: BinaryIO, modules: list[ModulePlan], targets: TargetModules, problems: Problems) -> None:
-    """Note saved base weights that differ from the base model's own: PEFT would load them in place of those."""
-    for plan in modules:
-        with problems.collected():
-            _check_module(file, plan, targets)
-
-
-def _check_module(file: BinaryIO, plan: ModulePlan, targets: TargetModules) -> None:
-    base = targets.own(plan.name)
-    if base is None and plan.base_weight is not None:
-        raise refuse(
-            f"{plan.name}.base_layer.weight",
-            "cannot be compared with the base model's own; save with save_embedding_layers=False",
-        )
-    if base is None:
-        return
-    entry = plan.base_weight
-    if entry is not None and not is_same_weight(file, entry, base.weight, targets.base_model.dtype):
-        raise refuse(
-            f"{plan.name}.base_layer.weight",
-            "is not the base model's own; an embedding or head that was trained or resized is not served",
-        )
 
 
 def is_same_weight(file: BinaryIO, entry: TensorEntry, weight: CheckpointTensor, dtype: str) -> bool:

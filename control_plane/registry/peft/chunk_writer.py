@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
@@ -23,7 +23,7 @@ from control_plane.registry.peft.tensor_codec import Float32Array, decode, encod
 
 SLICE_VALUES = 1 << 20  # converted at a time: up to 20 MB with all copies
 HASHED_BYTES = 4 << 20  # read at a time
-_SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,14 @@ class PackedTensor:
     entry: TensorEntry  # where it comes from
     dtype: str  # "float32", "bfloat16" or "float16"
     is_transposed: bool = False
+    # Rows and columns of the source that the chunk has; None: as many as there are. What it has more is zero.
+    size: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """In the chunk."""
-        return self.entry.shape[::-1] if self.is_transposed else self.entry.shape
+        size = self.size or self.entry.shape
+        return size[::-1] if self.is_transposed else size
 
     @property
     def size_bytes(self) -> int:
@@ -83,6 +86,21 @@ def read_block(
 
 
 @dataclass(frozen=True, slots=True)
+class ComputedTensor:
+    """One tensor of a chunk whose bytes are computed."""
+
+    name: str  # in the chunk
+    dtype: str  # also "int32"
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[bytes]]  # in order, a few MiB each; raises InvalidAdapter
+
+    @property
+    def size_bytes(self) -> int:
+        """In the chunk."""
+        return math.prod(self.shape) * {**ITEMSIZE, "int32": 4}[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class WrittenChunk:
     """What the manifest says of a chunk."""
 
@@ -92,7 +110,7 @@ class WrittenChunk:
 
 
 def write_chunk(
-    out: BinaryIO, source: TensorSource, tensors: Sequence[PackedTensor], check: Callable[[], None]
+    out: BinaryIO, source: TensorSource, tensors: Sequence[PackedTensor | ComputedTensor], check: Callable[[], None]
 ) -> WrittenChunk:
     """Write the chunk to `out`, an empty file open for reading and writing.
 
@@ -107,19 +125,25 @@ def write_chunk(
     for tensor in tensors:
         out.seek(position)
         try:
-            _write_tensor(out, source, tensor, check)
+            if isinstance(tensor, ComputedTensor):
+                for block in tensor.blocks():
+                    check()
+                    out.write(block)
+            else:
+                _write_tensor(out, source, tensor, check)
         except InvalidAdapter as error:
             violations += error.violations
         position += tensor.size_bytes
     if violations:
         raise InvalidAdapter(*violations)
+    out.truncate(position)  # a tensor's last values may be zeros that were not written
     out.seek(len(head))
     whole = hashlib.sha256(head)
     hashes = tuple(_hash_tensor(out, tensor.size_bytes, whole, check) for tensor in tensors)
     return WrittenChunk(out.tell(), whole.hexdigest(), hashes)
 
 
-def _header(tensors: Sequence[PackedTensor]) -> bytes:
+def _header(tensors: Sequence[PackedTensor | ComputedTensor]) -> bytes:
     entries: dict[str, Any] = {}
     position = 0
     for tensor in tensors:
@@ -139,22 +163,27 @@ def _write_tensor(out: BinaryIO, source: TensorSource, tensor: PackedTensor, che
     """Convert the tensor block by block, and write each block to its places behind `out`'s position."""
     entry, itemsize = tensor.entry, ITEMSIZE[tensor.dtype]
     num_rows, num_columns = entry.shape if len(entry.shape) == 2 else (entry.shape[0], 1)
+    wanted = tensor.size or entry.shape
+    out_rows, out_columns = wanted if len(wanted) == 2 else (wanted[0], 1)
+    used_rows, used_columns = min(num_rows, out_rows), min(num_columns, out_columns)
     start = out.tell()
-    rows_at_once, columns_at_once = _block_shape(num_rows, num_columns, is_transposed=tensor.is_transposed)
-    for row in range(0, num_rows, rows_at_once):
-        for column in range(0, num_columns, columns_at_once):
+    rows_at_once, columns_at_once = _block_shape(used_rows, used_columns, is_transposed=tensor.is_transposed)
+    if used_columns < out_columns or used_columns < num_columns:  # a row is then written alone
+        rows_at_once = rows_at_once if tensor.is_transposed else 1
+    for row in range(0, used_rows, rows_at_once):
+        for column in range(0, used_columns, columns_at_once):
             check()
-            count, width = min(rows_at_once, num_rows - row), min(columns_at_once, num_columns - column)
+            count, width = min(rows_at_once, used_rows - row), min(columns_at_once, used_columns - column)
             values = _convert(source.values(entry, row, column, count, width), tensor)
             if not tensor.is_transposed:  # of whole rows, or of a part of one
-                out.seek(start + (row * num_columns + column) * itemsize)
+                out.seek(start + (row * out_columns + column) * itemsize)
                 out.write(values)
-            elif count == num_rows:
-                out.seek(start + column * num_rows * itemsize)
+            elif count == out_rows:
+                out.seek(start + column * out_rows * itemsize)
                 out.write(values)
             else:
                 for index in range(width):
-                    out.seek(start + ((column + index) * num_rows + row) * itemsize)
+                    out.seek(start + ((column + index) * out_rows + row) * itemsize)
                     out.write(values[index * count * itemsize : (index + 1) * count * itemsize])
     out.seek(start + tensor.size_bytes)
 

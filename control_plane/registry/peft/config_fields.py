@@ -68,7 +68,7 @@ FIELDS = (
         "ensure_weight_tying",
         Use.READ,
         "0.18",
-        "true only where nothing is tied, or embedding and head are left",
+        "where embedding and head are tied, the file has the tensors of both",
     ),
     # Rank and scaling.
     Field("r", Use.READ, "0.3", "the rank"),
@@ -92,7 +92,13 @@ FIELDS = (
         "modules_to_save",
         Use.READ,
         "0.3",
-        "`classifier`, `score` and `qa_outputs`, which PEFT adds for some tasks",
+        "embedding and head; `classifier`, `score` and `qa_outputs`, which PEFT adds for some tasks",
+    ),
+    Field(
+        "trainable_token_indices",
+        Use.READ,
+        "0.15",
+        "the tokens whose rows were trained, of the embedding or by module",
     ),
     # Long contexts.
     Field(
@@ -131,16 +137,12 @@ FIELDS = (
     Field("layer_replication", Use.REFUSED, "0.10", f"it changes the base model's layers; {_MERGE}"),
     Field("loftq_config", Use.REFUSED, "0.7", _LOFTQ),
     Field("monteclora_config", Use.REFUSED, "0.20", f"MonteCLoRA is not served; {_LORA}"),
-    Field(
-        "trainable_token_indices",
-        Use.REFUSED,
-        "0.15",
-        "trained tokens are not served; train LoRA on the embedding (target_modules)",
-    ),
     Field("use_bdlora", Use.REFUSED, "0.19", f"block-diagonal LoRA is not served; {_LORA}"),
     Field("use_qalora", Use.REFUSED, "0.16", f"QALoRA is not served; {_LORA}"),
     Field("velora_config", Use.REFUSED, "0.20", f"VeLoRA is not served; {_LORA}"),
 )
+# Last parts of the names of embeddings and heads, over all models.
+EMBEDDING_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "word_embeddings", "wte")
 _BY_NAME = {field.name: field for field in FIELDS}
 _TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
 BIASES = ("none", "all", "lora_only")
@@ -183,12 +185,24 @@ def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def _check_modules_to_save(field: str, value: Any) -> None:
-    if not value or (isinstance(value, list) and all(isinstance(n, str) and n in _TASK_HEADS for n in value)):
+    names = value if isinstance(value, list) else [None]
+    if not value or all(isinstance(n, str) and (n in _TASK_HEADS or _is_embedding_or_head(n)) for n in names):
         return
     raise refuse(
         field,
-        f"is {show(value)}; fully trained modules are not served; train LoRA on them (target_modules), or {_MERGE}",
+        f"is {show(value)}; of fully trained modules embedding and head are served; train LoRA on the others "
+        f"(target_modules), or {_MERGE}",
     )
+
+
+def trained_whole(value: Any) -> frozenset[str]:
+    """The embeddings and heads of a modules_to_save that was checked."""
+    names = value if isinstance(value, list) else []
+    return frozenset(name for name in names if isinstance(name, str) and _is_embedding_or_head(name))
+
+
+def _is_embedding_or_head(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in EMBEDDING_NAMES
 
 
 def _check_init(field: str, init: Any) -> None:

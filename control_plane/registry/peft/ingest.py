@@ -27,12 +27,14 @@ from control_plane.registry.adapter_files import WEIGHTS_FILE as WEIGHTS_FILE
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
-from control_plane.registry.peft.base_weights import check_base_weights
 from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, TensorSource, write_chunk
 from control_plane.registry.peft.experts.tensors import expert_tensors
 from control_plane.registry.peft.fields.long_context import read_rope
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
 from control_plane.registry.peft.problems import Problems
+from control_plane.registry.peft.rows.row_chunks import ReplacedRows, row_chunks
+from control_plane.registry.peft.rows.row_sets import find_row_sets
+from control_plane.registry.peft.rows.row_tensors import take_row_tensors
 from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules
 from control_plane.registry.peft.tensor_names import own_biases
@@ -64,6 +66,8 @@ class PackedInfo:
     size_bytes: int  # manifest and chunks
     arena_bytes: int
     target_modules: tuple[str, ...]  # sorted; all experts of a layer are one (contract/expert_names.py)
+    num_tokens: int | None = None  # of its own vocabulary; None: the base model's
+    num_rows: int = 0  # rows of embedding and head that it replaces or adds
     signature: SignatureVerdict | None = None  # of the files that it was packed from; None: they have none
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
 
@@ -105,17 +109,21 @@ def ingest(
             rope = None if config is None else read_rope(config.rope, base_model)
         with problems.collected():
             entries = _read_entries(file, targets, max_adapter_bytes)
+            row_tensors, entries = take_row_tensors(entries, config, targets, problems)
             biases = own_biases(entries)
             bias_names = {entry.name for entry in biases.values()}
             adapters = {name: entry for name, entry in entries.items() if name not in bias_names}
             found = expert_tensors(file, adapters, config, targets, ordered, problems, check)
-            modules = plan_modules(config, found, targets, problems)
-            check_base_weights(file, modules, targets, problems)
+            modules = plan_modules(config, found, targets, problems, row_tensors.num_tokens)
             if config is not None:
                 modules = with_trained_biases(file, modules, biases, config, targets, problems)
+            row_sets = find_row_sets(file, row_tensors, modules, targets, problems, check)
         problems.raise_all()
         assert config is not None, "a configuration that cannot be read is a problem"
-        return _pack(FileSource(found.source), config.manifest_kind, modules, base_model, directory, check, rope)
+        num_tokens = None if row_tensors.num_tokens == base_model.vocab_size else row_tensors.num_tokens
+        replaced = ReplacedRows(tuple(row_sets), num_tokens, file, found.source)
+        source = FileSource(found.source)
+        return _pack(source, config.manifest_kind, modules, base_model, directory, check, rope, replaced)
 
 
 def _check_file_names(files: Mapping[str, Path], written: AdapterFormat, problems: Problems) -> None:
@@ -148,7 +156,9 @@ def _pack(
     directory: Path,
     check: Callable[[], None],
     rope: RopeScaling | None = None,
+    rows: ReplacedRows | None = None,
 ) -> PackedInfo:
+    row_sets, num_tokens = ((), None) if rows is None else (rows.sets, rows.num_tokens)
     groups: dict[int | None, list[ModulePlan]] = {}
     for plan in modules:
         groups.setdefault(plan.layer, []).append(plan)
@@ -172,6 +182,10 @@ def _pack(
                 "size_bytes": written.size_bytes,
             }
         )
+    if rows is not None:
+        of_rows, written_rows = _pack_rows(rows, source, base_model.dtype, directory, check, problems)
+        described += of_rows
+        chunks += written_rows
     problems.raise_all()
     document = {
         "base_fingerprint": base_model.fingerprint,
@@ -180,6 +194,7 @@ def _pack(
         "format": FORMAT,
         "kind": kind,
         **({} if rope is None else {"rope": rope.document()}),
+        **({} if num_tokens is None else {"num_tokens": num_tokens}),
     }
     manifest = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
     return PackedInfo(
@@ -187,18 +202,47 @@ def _pack(
         manifest=manifest,
         chunks=tuple(chunks),
         kind=kind,
-        max_rank=max(plan.rank for plan in modules),
+        max_rank=max((plan.rank for plan in modules), default=0),
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
-        arena_bytes=arena_bytes([plan.size for plan in modules], base_model.dtype),
-        target_modules=tuple(dict.fromkeys(of_all(plan.name) for plan in modules)),
+        arena_bytes=arena_bytes([plan.size for plan in modules], base_model.dtype, [part.size for part in row_sets]),
+        target_modules=tuple(sorted({of_all(plan.name) for plan in modules} | {part.name for part in row_sets})),
+        num_tokens=num_tokens,
+        num_rows=sum(len(part.ids) for part in row_sets),
         context_length=0 if rope is None else rope.context_length,
     )
+
+
+def _pack_rows(
+    rows: ReplacedRows,
+    source: TensorSource,
+    dtype: str,
+    directory: Path,
+    check: Callable[[], None],
+    problems: Problems,
+) -> tuple[list[dict[str, Any]], list[PackedChunk]]:
+    """Write the chunks of rows. The manifest's words for them, and the chunks."""
+    described: list[dict[str, Any]] = []
+    chunks = []
+    for part in row_chunks(rows.sets):
+        path, written = directory / part.chunk_name, None
+        with path.open("x+b") as out, problems.collected():
+            written = write_chunk(out, source, part.tensors(rows, dtype), check)
+        if written is None:
+            continue
+        chunks.append(PackedChunk(path, written.size_bytes, written.sha256))
+        own = {"name": part.chunk_name, "sha256": written.sha256, "size_bytes": written.size_bytes}
+        described.append({"modules": [], "rows": [part.described(written.tensor_sha256)], **own})
+    return described, chunks
 
 
 def _tensors(plan: ModulePlan, dtype: str) -> list[PackedTensor]:
     return [
         PackedTensor(
-            f"{plan.name}.{part.packed_name}", entry, "float32" if part.is_vector else dtype, part.is_transposed
+            f"{plan.name}.{part.packed_name}",
+            entry,
+            "float32" if part.is_vector else dtype,
+            part.is_transposed,
+            plan.packed_size(part),
         )
         for part, entry in plan.tensors
     ]

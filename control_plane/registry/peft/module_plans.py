@@ -12,6 +12,7 @@ from contract.packed_layout import ModuleSize
 from control_plane.errors import FieldViolation, InvalidAdapter
 from control_plane.registry.model.served_modules import ModuleKind
 from control_plane.registry.peft.adapter_config import AdapterConfig
+from control_plane.registry.peft.config_fields import EMBEDDING_NAMES
 from control_plane.registry.peft.experts.tensors import ExpertTensors, is_named, missing_experts
 from control_plane.registry.peft.kinds import parts_of_all_kinds
 from control_plane.registry.peft.kinds.adapter_kind import AdapterKind, Part
@@ -19,9 +20,6 @@ from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import CHECK_BASE, TensorEntry, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules, layer_of
 from control_plane.registry.peft.tensor_names import BASE_BIAS, BASE_WEIGHT, split_key
-
-# Last parts of the names of embeddings and heads, over all models.
-_EMBEDDING_MODULE_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "word_embeddings", "wte")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,7 @@ class ModulePlan:
     kind: ModuleKind
     base_weight: TensorEntry | None  # PEFT saves the base's own weight beside adapters on embedding and lm_head
     base_bias: TensorEntry | None  # the base's own bias, trained or not
+    num_tokens: int | None = None  # of the vocabulary that the tensors are for; None: the base model's
 
     @property
     def size(self) -> ModuleSize:
@@ -50,12 +49,31 @@ class ModulePlan:
     def is_embedding(self) -> bool:
         return self.kind is ModuleKind.EMBEDDING
 
+    @property
+    def has_magnitude(self) -> bool:
+        return any(part.packed_name == "magnitude" for part, _ in self.tensors)
+
+    @property
+    def has_lora_bias(self) -> bool:
+        return any(part.packed_name == "bias" for part, _ in self.tensors)
+
+    def packed_size(self, part: Part) -> tuple[int, ...] | None:
+        """Shape of a part for the base model's vocabulary, as PEFT's file has it; None: as it is."""
+        if self.num_tokens is None:
+            return None
+        return part.shape(rank=self.rank, in_features=self.in_features, out_features=self.out_features)
+
 
 def plan_modules(
-    config: AdapterConfig | None, tensors: ExpertTensors, targets: TargetModules, problems: Problems
+    config: AdapterConfig | None,
+    tensors: ExpertTensors,
+    targets: TargetModules,
+    problems: Problems,
+    num_tokens: int | None = None,
 ) -> list[ModulePlan]:
     """What the adapter changes, ordered by name. Notes all that is wrong; then modules may be left out.
 
+    num_tokens: the vocabulary of the adapter's embedding and head; None: the base model's.
     config: None if it cannot be read. Then the names of the tensors are checked and nothing else.
     """
     found, has_bad_names = _by_module(tensors.entries, targets, problems)
@@ -75,7 +93,7 @@ def plan_modules(
             rank, scaling = config.rank_of(named, num_rows=packed[0][1].shape[0]), 0.0
             with problems.collected():
                 scaling = config.scaling_of(named, rank)
-            plans.append(_plan_module(name, found[name], packed, rank, scaling, targets))
+            plans.append(_plan_module(name, found[name], packed, rank, scaling, targets, num_tokens))
     check_targets(config, tensors.names, found, targets, problems, is_complete=not has_bad_names)
     return plans
 
@@ -100,10 +118,11 @@ def _by_module(
 
 
 def _check_ties(config: AdapterConfig, found: Collection[str], targets: TargetModules, problems: Problems) -> None:
-    if config.ties_weights and targets.are_tied and (adapted := sorted(filter(targets.is_embedding_module, found))):
+    adapted = sorted(filter(targets.is_embedding_module, found))
+    if config.ties_weights and targets.are_tied and len(adapted) == 1:
         description = (
-            f"is true, the base model ties embedding and head, and the adapter changes {adapted[0]}; tied adapters are "
-            "not served: train without ensure_weight_tying, or leave embedding and head out"
+            f"is true, the base model ties embedding and head, and the file has tensors of {adapted[0]} alone; save "
+            "the adapter with PEFT 0.19 or later, which writes those of both"
         )
         problems.add(FieldViolation("ensure_weight_tying", description))
 
@@ -125,13 +144,17 @@ def check_targets(
     names, served = config.targets, targets.served
     linears = {name for name in served if served[name].kind not in (ModuleKind.EXPERT, ModuleKind.ROUTER)}
     targeted = {name for name in linears if names.may_have(name, is_linear=not targets.is_embedding_module(name))}
+    if config.ties_weights and targets.are_tied and any(map(targets.is_embedding_module, targeted)):
+        targeted |= {
+            name for name in found if name in linears and targets.is_embedding_module(name)
+        }  # PEFT adapts both
     in_mixtures = {name for name in found if name not in linears and is_named(name, in_config, config)}
     for name in sorted(set(found) - targeted - in_mixtures):
         problems.add(
             FieldViolation("target_modules", f"does not name {name}, for which there are tensors; PEFT would drop them")
         )
     embedding_modules = [name for name in served if targets.is_embedding_module(name)]
-    named = [name for name in names.names or () if name.rsplit(".", 1)[-1] in _EMBEDDING_MODULE_NAMES]
+    named = [name for name in names.names or () if name.rsplit(".", 1)[-1] in EMBEDDING_NAMES]
     for target in sorted(named):
         if not any(name == target or name.endswith("." + target) for name in embedding_modules):
             problems.add(
@@ -179,11 +202,16 @@ def _plan_module(
     rank: int,
     scaling: float,
     targets: TargetModules,
+    num_tokens: int | None,
 ) -> ModulePlan:
     """The module, if the shapes of all its parts fit. `tensors` are those that are packed."""
     module = targets.served[name]
     out_features, in_features = module.out_features, module.in_features
     is_embedding = targets.is_input_embedding(name)
+    if module.kind is ModuleKind.LINEAR or num_tokens == (in_features if is_embedding else out_features):
+        num_tokens = None
+    if num_tokens is not None:
+        in_features, out_features = (num_tokens, out_features) if is_embedding else (in_features, num_tokens)
     shapes = {
         part.name: part.shape(rank=rank, in_features=in_features, out_features=out_features) for part, _ in tensors
     }
@@ -204,10 +232,11 @@ def _plan_module(
         tensors=tensors,
         rank=rank,
         scaling=scaling,
-        in_features=in_features,
-        out_features=out_features,
+        in_features=module.in_features,
+        out_features=module.out_features,
         layer=None if targets.is_embedding_module(name) else layer_of(name),
         kind=module.kind,
         base_weight=parts.get(BASE_WEIGHT),
         base_bias=parts.get(BASE_BIAS),
+        num_tokens=num_tokens,
     )

@@ -67,7 +67,7 @@ class AdapterArena:
         self._pool = PagePool(targets, arena_bytes, dtype, self._device)
         self.table = SlotTable(targets, num_slots, self._pool, num_scaled)
         self.groups = ModuleGroups(targets, self.table, base)
-        self._writer = AdapterWriter(self._pool, base)
+        self._writer = AdapterWriter(self._pool, base, self.table.rows.vocab_size)
         # Guards the pool's free list, _loads, _ready, _generations and unlisted.
         self._lock = threading.Lock()
         # Invariant: a slot is in at most one of _loads and _ready; in neither, it is empty.
@@ -108,7 +108,7 @@ class AdapterArena:
             page_ids = self._reserve(load, placement.num_pages)
             self._pool.zero(page_ids)
             size_bytes = self._writer.write(load, manifest, chunks, placement, page_ids)
-            self._publish(load, page_ids, placement, size_bytes, rotation)
+            self._publish(load, page_ids, placement, size_bytes, rotation, manifest.num_tokens)
         except BaseException as error:
             self._abandon(load)
             if isinstance(error, AdapterLoadError) or not isinstance(error, Exception):
@@ -193,6 +193,7 @@ class AdapterArena:
         placement: Placement,
         size_bytes: int,
         rotation: RotaryTables | None = None,
+        num_tokens: int | None = None,
     ) -> None:
         on_device = torch.from_numpy(page_ids).to(self._device)
         if self._device.type == "cuda":
@@ -208,6 +209,8 @@ class AdapterArena:
             placement.num_matrix_pages,
             size_bytes,
             rotation,
+            placement.rows,
+            num_tokens,
         )
         with self._lock:
             if load.is_cancelled:
@@ -234,6 +237,15 @@ class AdapterArena:
         if adapter is None or adapter.generation != generation:
             holds = "is not ready" if adapter is None else f"holds generation {adapter.generation}"
             raise StaleSlot(f"slot {slot} {holds}, the plan names generation {generation}")
+
+    def num_tokens(self, slot: int) -> int | None:
+        """Tokens of the vocabulary of the adapter in a slot that is ready; None: the base model's."""
+        return self._ready[slot].num_tokens
+
+    def replaces_rows(self, slot: int) -> bool:
+        """Whether the adapter in a slot that is ready has rows or a vocabulary of its own."""
+        adapter = self._ready[slot]
+        return bool(adapter.rows) or adapter.num_tokens is not None
 
     def check_all(self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.int64]) -> None:
         """`check` for each of the slots [n] that is not -1."""

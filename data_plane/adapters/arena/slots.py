@@ -15,6 +15,7 @@ import torch
 
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.rotary import RotaryTables
+from data_plane.adapters.arena.row_tables import RowPages, RowTables
 from data_plane.plan import TargetModule
 from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup
 
@@ -57,6 +58,8 @@ class ResidentAdapter:
     first_vector_page: int  # index within its pages: float32 vectors of all target modules, side by side
     size_bytes: int  # of all its matrices and vectors without page rounding
     rotation: RotaryTables | None = None  # of its own; None: the model's
+    rows: Mapping[str, RowPages] = field(default_factory=dict)  # of the embedding and the head, by target module name
+    num_tokens: int | None = None  # of its own vocabulary; None: the base model's
 
 
 class Load:
@@ -102,6 +105,7 @@ class SlotTable:
         # By vector table: where vectors begin, as kernels.lora.Epilogue counts; -1: none.
         self.vectors = {name: torch.full(shape, -1, dtype=torch.int64, device=device) for name in VECTOR_TABLES}
         self.generation = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: empty
+        self.rows = RowTables(targets, num_slots, pool, self.page_ids)
         # On the host, by slot and target module: the ranks, and whether the module has a vector.
         self.host_rank = np.zeros((num_columns, len(targets)), dtype=np.int32)
         self.host_has_vectors = np.zeros((num_columns, len(targets)), dtype=np.bool_)
@@ -160,6 +164,7 @@ class SlotTable:
                 self._empty(column)
             self.generation[slot] = 0
             self.rotations.pop(slot, None)
+            self.rows.remove(slot)
             self.version += 1
 
     def put_scaled(self, scaled: ScaledColumn) -> None:
@@ -217,6 +222,7 @@ class SlotTable:
         self.generation[slot] = adapter.generation
         self.host_rank[slot] = columns.rank
         self.host_has_vectors[slot] = np.logical_or.reduce([starts >= 0 for starts in vectors.values()])
+        self.rows.put(slot, adapter.rows, adapter.num_tokens, start, adapter.first_vector_page)
         self._rows[slot] = (start, adapter)
         for scaled in self._scaled.get(slot, {}).values():
             self._write_scaled(scaled)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +14,27 @@ from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement
 from data_plane.adapters.arena.slots import Load
 from data_plane.adapters.format.manifest import Manifest
-from data_plane.adapters.format.packed import ModuleTensors, read_chunk
+from data_plane.adapters.format.packed import ModuleTensors, RowTensors, read_chunk, read_rows
 from data_plane.adapters.kinds.adapter_kind import ArenaWeights, PackedModule
 from data_plane.adapters.kinds.base_weights import BaseWeights
 from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """The rows of one module that a load has written so far."""
+
+    num_rows: int = 0
+    last_id: int = -1
+    num_new: int = 0  # of tokens past the model's vocabulary
+
+
 class AdapterWriter:
     """Writes into one arena. Only its load uses the pages that a load has reserved, so that nothing is locked."""
 
-    def __init__(self, pool: PagePool, base: BaseWeights) -> None:
+    def __init__(self, pool: PagePool, base: BaseWeights, vocab_size: int) -> None:
         self._pool = pool
+        self._vocab_size = vocab_size
         self._base = base
         # Kinds compute beside the steps, so that no step waits for a load.
         device = pool.pages.device
@@ -43,12 +54,18 @@ class AdapterWriter:
         """
         size_bytes = 0
         vectors = torch.zeros(placement.num_values)
+        written: dict[str, WrittenRows] = {}
         for chunk in manifest.chunks:
             _check_wanted(load)
             data = next(chunks, None)
             if data is None:
                 raise AdapterUnavailable(f"adapter {load.digest}: its source ended before chunk {chunk.name}")
-            for part in read_chunk(manifest, chunk, data):
+            for rows in read_rows(manifest, chunk, data) if chunk.rows else ():
+                _check_wanted(load)
+                before = written.get(rows.entry.name, WrittenRows())
+                written[rows.entry.name] = self._write_rows(rows, before, placement, page_ids, vectors, manifest)
+                size_bytes += rows.rows.nbytes
+            for part in read_chunk(manifest, chunk, data) if chunk.modules else ():
                 _check_wanted(load)  # a chunk may be all of the adapter, and DoRA scales take long
                 weights, entry = self._weights(part, manifest.digest), placement.modules[part.module.name]
                 middle = entry.first + entry.num_a_pages
@@ -57,9 +74,45 @@ class AdapterWriter:
                 for table, vector in weights.vectors.items():
                     vectors[entry.vectors[table] :][: len(vector)] = vector
                 size_bytes += weights.a.nbytes + weights.b.nbytes
+        self._check_new_rows(manifest, written)
         if placement.num_values:
             self._pool.write_values(page_ids[placement.num_matrix_pages :], vectors)
         return size_bytes + vectors.nbytes
+
+    def _write_rows(
+        self,
+        part: RowTensors,
+        before: WrittenRows,
+        placement: Placement,
+        page_ids: npt.NDArray[np.int64],
+        vectors: torch.Tensor,
+        manifest: Manifest,
+    ) -> WrittenRows:
+        """Copy one chunk's rows behind those that were written before."""
+        entry, place, count = part.entry, placement.rows[part.entry.name], part.entry.num_rows
+        last, lowest = int(part.ids[-1]), int(part.ids[0])
+        num_tokens = self._vocab_size if manifest.num_tokens is None else manifest.num_tokens
+        if lowest <= before.last_id or last >= num_tokens or bool((part.ids[1:] <= part.ids[:-1]).any()):
+            raise AdapterMismatch(
+                f"adapter {manifest.digest}: the ids of the rows of {entry.name} do not rise from {before.last_id} to "
+                f"below {num_tokens}"
+            )
+        first = place.first + self._pool.num_pages_of(before.num_rows, entry.width)
+        self._pool.write(page_ids[first : first + self._pool.num_pages_of(count, entry.width)], part.rows)
+        vectors.view(torch.int32)[place.ids + before.num_rows :][:count] = part.ids
+        if place.bias is not None and part.bias is not None:
+            vectors[place.bias + before.num_rows :][:count] = part.bias
+        num_new = int((part.ids >= self._vocab_size).sum())
+        return WrittenRows(before.num_rows + count, last, before.num_new + num_new)
+
+    def _check_new_rows(self, manifest: Manifest, written: Mapping[str, WrittenRows]) -> None:
+        """Every new token has its row: ids rise, so that as many ids past the vocabulary are all of them."""
+        num_new = max((manifest.num_tokens or 0) - self._vocab_size, 0)
+        for name, rows in written.items():
+            if rows.num_new != num_new:
+                raise AdapterMismatch(
+                    f"adapter {manifest.digest}: {rows.num_new} of {num_new} new tokens have rows of {name}"
+                )
 
     def _weights(self, part: ModuleTensors, digest: str) -> ArenaWeights:
         beside: AbstractContextManager[object] = nullcontext()

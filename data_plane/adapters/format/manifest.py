@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.ids import DIGEST_FORM, is_digest
-from contract.packed_layout import FORMAT, ITEMSIZE, ModuleSize, arena_bytes
+from contract.packed_layout import FORMAT, ITEMSIZE, ModuleSize, RowsSize, arena_bytes
 from contract.rope_scaling import RopeScaling, read_rope_scaling
 from data_plane.adapters.kinds import MANIFEST_WORDS, kind_with
 from data_plane.adapters.kinds.adapter_kind import AdapterKind
@@ -21,6 +21,7 @@ MAX_MANIFEST_BYTES = 16 << 20
 
 _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}  # and "rope" of a long-context adapter
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
+_ROWS_KEYS = {"ids_sha256", "name", "num_rows", "rows_sha256", "width"}
 _MODULE_KEYS = {"in_features", "name", "out_features", "rank", "scaling"}  # and the hashes of its kind's parts
 _HASH = "_sha256"  # ends the key of a part's hash
 
@@ -44,13 +45,29 @@ class ModuleEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsEntry:
+    """Rows of a chunk that replace those of the embedding or the head. A set may be cut over several chunks."""
+
+    name: str  # module path in the transformers model
+    num_rows: int  # in all chunks but the set's last a multiple of the ranks of a page
+    width: int
+    has_bias: bool
+
+    @property
+    def size(self) -> RowsSize:
+        """What the rows' size in an arena depends on."""
+        return RowsSize(self.num_rows, self.width, self.has_bias)
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkEntry:
-    """One chunk: a safetensors file."""
+    """One chunk: a safetensors file with modules, or with rows."""
 
     name: str
     sha256: str
     size_bytes: int
     modules: tuple[ModuleEntry, ...]
+    rows: tuple[RowsEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +80,13 @@ class Manifest:
     dtype: str  # a key of ITEMSIZE
     chunks: tuple[ChunkEntry, ...]
     rope: RopeScaling | None = None  # its own rotary embedding; None: the base model's
+    num_tokens: int | None = None  # of the adapter's own vocabulary; None: the base model's
 
     def arena_bytes(self, heads: Collection[str]) -> int:
         """What the adapter takes of an arena, by the formula of docs/protocol.md. `heads`: the model's, by name."""
         modules = [module for chunk in self.chunks for module in chunk.modules]
-        return arena_bytes([module.size(is_head=module.name in heads) for module in modules], self.dtype)
+        rows = [part.size for chunk in self.chunks for part in chunk.rows]
+        return arena_bytes([module.size(is_head=module.name in heads) for module in modules], self.dtype, rows)
 
 
 def read_manifest(data: bytes, digest: str) -> Manifest:
@@ -79,8 +98,7 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
         raise AdapterCorrupt(f"adapter {digest}: its manifest hashes to {actual}")
     try:
         raw = json.loads(data)
-        optional = {"rope"} & raw.keys() if isinstance(raw, dict) else set()
-        fields = _fields(raw, _MANIFEST_KEYS | optional, "manifest")
+        fields = _fields(raw, _MANIFEST_KEYS | _given(raw, "num_tokens") | _given(raw, "rope"), "manifest")
         if fields["format"] != FORMAT:
             raise ValueError(f"format is {fields['format']!r}, this worker reads {FORMAT}")
         if fields["kind"] not in MANIFEST_WORDS:
@@ -91,8 +109,10 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
         names = [module.name for chunk in chunks for module in chunk.modules]
         if len(set(names)) != len(names):
             raise ValueError("a module is named twice")
-        rope = read_rope_scaling(fields["rope"]) if optional else None
-        return Manifest(digest, _hash(fields["base_fingerprint"]), fields["kind"], fields["dtype"], chunks, rope)
+        rope = read_rope_scaling(fields["rope"]) if "rope" in fields else None
+        num_tokens = _count(fields["num_tokens"], "num_tokens") if "num_tokens" in fields else None
+        fingerprint = _hash(fields["base_fingerprint"])
+        return Manifest(digest, fingerprint, fields["kind"], fields["dtype"], chunks, rope, num_tokens)
     except (ValueError, RecursionError) as error:
         raise AdapterCorrupt(f"adapter {digest}: {error}") from error
 
@@ -107,13 +127,31 @@ def verify_chunk(chunk: ChunkEntry, data: bytes, digest: str) -> None:
 
 
 def _chunk(raw: Any) -> ChunkEntry:
-    fields = _fields(raw, _CHUNK_KEYS, "chunk")
+    fields = _fields(raw, _CHUNK_KEYS | _given(raw, "rows"), "chunk")
     modules = tuple(_module(entry) for entry in _list(fields["modules"], "modules"))
-    if not modules:
-        raise ValueError(f"chunk {fields['name']!r} has no module")
+    rows = tuple(_rows(entry) for entry in _list(fields.get("rows", []), "rows"))
+    if bool(modules) == bool(rows):
+        raise ValueError(f"chunk {fields['name']!r} has {'modules and rows' if rows else 'no module'}")
     return ChunkEntry(
-        _text(fields["name"]), _hash(fields["sha256"]), _count(fields["size_bytes"], "size_bytes"), modules
+        _text(fields["name"]), _hash(fields["sha256"]), _count(fields["size_bytes"], "size_bytes"), modules, rows
     )
+
+
+def _rows(raw: Any) -> RowsEntry:
+    fields = _fields(raw, _ROWS_KEYS | _given(raw, "bias_sha256"), "set of rows")
+    for key in fields.keys() & {"ids_sha256", "rows_sha256", "bias_sha256"}:
+        _hash(fields[key])
+    return RowsEntry(
+        name=_text(fields["name"]),
+        num_rows=_count(fields["num_rows"], "num_rows"),
+        width=_count(fields["width"], "width"),
+        has_bias="bias_sha256" in fields,
+    )
+
+
+def _given(raw: Any, key: str) -> set[str]:
+    """The key if it is there."""
+    return {key} if isinstance(raw, dict) and key in raw else set()
 
 
 def _module(raw: Any) -> ModuleEntry:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
-from data_plane.adapters.format.manifest import ChunkEntry, Manifest, ModuleEntry
+from data_plane.adapters.format.manifest import ChunkEntry, Manifest, ModuleEntry, RowsEntry
 from data_plane.errors import AdapterCorrupt, AdapterMismatch
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,6 +22,34 @@ class ModuleTensors(NamedTuple):
     tensors: Mapping[str, torch.Tensor]  # by the names of the kind's parts
 
 
+class RowTensors(NamedTuple):
+    """Rows of a chunk, in rising order of their token ids."""
+
+    entry: RowsEntry
+    ids: torch.Tensor  # int32 [num_rows]
+    rows: torch.Tensor  # [num_rows, width] in the adapter's dtype
+    bias: torch.Tensor | None  # float32 [num_rows]
+
+
+def read_rows(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> Iterator[RowTensors]:
+    """The rows of a chunk; checked as read_chunk checks modules. The ids are not compared with the model."""
+    where = f"adapter {manifest.digest}: chunk {chunk.name}"
+    found = _load(data, where)
+    wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for entry in chunk.rows:
+        dtype, count = TORCH_DTYPES[manifest.dtype], entry.num_rows
+        wanted[f"{entry.name}.row_ids"] = (torch.int32, (count,))
+        wanted[f"{entry.name}.rows"] = (dtype, (count, entry.width))
+        if entry.has_bias:
+            wanted[f"{entry.name}.row_bias"] = (torch.float32, (count,))
+    _check_names(found, wanted, where)
+    for name, (dtype, shape) in wanted.items():
+        _check_tensor(found[name], name, dtype, shape, where)
+    for entry in chunk.rows:
+        name = entry.name
+        yield RowTensors(entry, found[f"{name}.row_ids"], found[f"{name}.rows"], found.get(f"{name}.row_bias"))
+
+
 def read_chunk(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> Iterator[ModuleTensors]:
     """Each module of a chunk, its tensors' names, shapes and types checked against the manifest.
 
@@ -29,21 +57,31 @@ def read_chunk(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> Iterator[M
     tensor is hashed again. Raises AdapterCorrupt, or AdapterMismatch for a weight that is not finite.
     """
     where = f"adapter {manifest.digest}: chunk {chunk.name}"
-    try:
-        found = load_safetensors(data)
-    except SafetensorError as error:
-        raise AdapterCorrupt(f"{where}: {error}") from error
-    expected = {f"{module.name}.{part.name}" for module in chunk.modules for part in module.kind.parts}
-    if found.keys() != expected:
-        raise AdapterCorrupt(f"{where}: tensors {sorted(found.keys() ^ expected)[:4]} are missing or too many")
+    found = _load(data, where)
+    _check_names(found, {f"{module.name}.{part.name}" for module in chunk.modules for part in module.kind.parts}, where)
     for module in chunk.modules:
         tensors = {}
         for part in module.kind.parts:
             name = f"{module.name}.{part.name}"
             tensor = tensors[part.name] = found[name]
-            dtype, shape = TORCH_DTYPES[part.dtype or manifest.dtype], part.shape(module)
-            if tensor.dtype != dtype or tensor.shape != shape:
-                raise AdapterCorrupt(f"{where}: {name} is {tensor.dtype} {tuple(tensor.shape)}, want {dtype} {shape}")
-            if not bool(torch.isfinite(tensor).all()):
-                raise AdapterMismatch(f"{where}: {name} holds a value that is not finite")
+            _check_tensor(tensor, name, TORCH_DTYPES[part.dtype or manifest.dtype], part.shape(module), where)
         yield ModuleTensors(module, tensors)
+
+
+def _load(data: bytes, where: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_safetensors(data)
+    except SafetensorError as error:
+        raise AdapterCorrupt(f"{where}: {error}") from error
+
+
+def _check_names(found: Mapping[str, torch.Tensor], expected: Collection[str], where: str) -> None:
+    if wrong := sorted(found.keys() ^ set(expected)):
+        raise AdapterCorrupt(f"{where}: tensors {wrong[:4]} are missing or too many")
+
+
+def _check_tensor(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape:
+        raise AdapterCorrupt(f"{where}: {name} is {tensor.dtype} {tuple(tensor.shape)}, want {dtype} {shape}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise AdapterMismatch(f"{where}: {name} holds a value that is not finite")

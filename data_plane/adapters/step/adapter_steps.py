@@ -17,6 +17,7 @@ from data_plane.adapters.step.expert_rows import TokenSlots
 from data_plane.adapters.step.further_columns import FurtherColumns
 from data_plane.adapters.step.linear_tokens import LinearTokens
 from data_plane.adapters.step.lora_step import LoraStep, ModuleNeeds, ShrunkRows
+from data_plane.adapters.step.row_step import RowStep
 from data_plane.errors import StaleSlot
 from data_plane.plan import TargetKind
 from kernels.devices import runs_triton
@@ -59,7 +60,8 @@ class AdapterSteps:
             raise StaleSlot(f"tokens name the slots {unnamed}, the step does not")
         if (every < 0).all():
             return None
-        return self._step(self._needs_of(slots), host_slots, further)
+        needs = self._needs_of(slots)
+        return self._step(needs, host_slots, further) if needs.max_rank_of_all or self._table.rotations else None
 
     def begin_head(self, row_slots: torch.Tensor, further: FurtherColumns | None = None) -> LoraStep | None:
         """What the head adds in the step that began last, or None if no adapter of its rows targets the head.
@@ -72,6 +74,21 @@ class AdapterSteps:
         if not self._table.host_rank[slots[:, None], self._heads].any():
             return None
         return self._step(ModuleNeeds.of(self._table, slots), host_slots, further)
+
+    def begin_rows(self, token_slots: torch.Tensor) -> RowStep | None:
+        """The rows of embedding or head that adapters replace in the step that began last; None: they replace none.
+
+        token_slots is int32 [n] on the host: of the step's tokens, or of those whose logits are kept. Adapters with a
+        scale or beside others replace none.
+        """
+        host_slots = token_slots.numpy()
+        slots = np.unique(host_slots[(host_slots >= 0) & (host_slots < self._num_slots)])
+        slots = slots[self._table.rows.host_has_rows[slots]]
+        if len(slots) == 0:
+            return None
+        alone = np.where(host_slots < self._num_slots, host_slots, -1).astype(np.int32)
+        on_device = torch.from_numpy(alone).to(self._device)
+        return RowStep(self._table.rows, on_device, self._segments(alone), slots.tolist())
 
     def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32], further: FurtherColumns | None) -> LoraStep:
         # The rows of experts have the first adapter of their tokens: an adapter on experts is not combined.

@@ -26,6 +26,7 @@ import pytest
 
 from contract.expert_names import of_expert
 from control_plane.errors import InvalidAdapter
+from control_plane.registry.model.embedding_modules import CheckpointTensor
 from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE
 from tests.control_plane.registry.rig import base_model, pack, with_header
@@ -191,7 +192,14 @@ def test_a_configuration_is_treated_as_its_row_says(
     files = {CONFIG_FILE: tmp_path / CONFIG_FILE, WEIGHTS_FILE: tmp_path / WEIGHTS_FILE}
     files[CONFIG_FILE].write_text(json.dumps(config), "utf-8")
     files[WEIGHTS_FILE].write_bytes(weights(config, model, case.get("tensors", {})))
-    base = dataclasses.replace(base_model(), linear_shapes={})
+    own, num_bytes = tmp_path / "base", 4 * VOCAB * HIDDEN
+    own.write_bytes(bytes(2 * num_bytes))
+    _, _, embedding = _MODELS[case.get("model", "llama")]
+    tensors = {
+        f"{name}.weight": CheckpointTensor(own, "F32", (VOCAB, HIDDEN), place * num_bytes)
+        for place, name in enumerate((embedding, "lm_head"))
+    }
+    base = dataclasses.replace(base_model(), linear_shapes={}, tensors=tensors, vocab_size=VOCAB)
     if "refused" in case:
         with pytest.raises(InvalidAdapter) as refusal:
             pack(files, base, reported=model)

@@ -96,8 +96,9 @@ def test_weight_tying_is_refused_where_there_is_something_to_tie(
         del checkpoint["lm_head.weight"]
     base = base_model(tmp_path, checkpoint)
     if is_tied:
-        refused_with = refusal(tmp_path, base, adapter(), ensure_weight_tying=True)
-        assert refused_with[0] == "ensure_weight_tying" and "leave embedding and head out" in refused_with[1]
+        only_head = {name: values for name, values in adapter().items() if "lm_head" in name}
+        refused_with = refusal(tmp_path, base, only_head, ensure_weight_tying=True, target_modules=["lm_head"])
+        assert refused_with[0] == "ensure_weight_tying" and "has tensors of lm_head alone" in refused_with[1]
     else:
         assert packed(tmp_path, base, adapter(), ensure_weight_tying=True) == packed(tmp_path, base, adapter())
 
@@ -118,10 +119,10 @@ def test_the_bases_own_weight_beside_an_adapter_changes_nothing(
     assert packed(tmp_path, base, saved)[0].digest == plain.digest
     changed = head.copy()
     changed[-1, -1] *= 1.5
-    field, words = refusal(tmp_path, base, adapter(lm_head__base_layer__weight=changed))
-    assert (field, "not the base model's own" in words) == ("lm_head.base_layer.weight", True)
-    field, words = refusal(tmp_path, base, adapter(lm_head__base_layer__weight=head[1:]))
-    assert (field, "shape [36, 16], expected [37, 16]" in words) == ("lm_head.base_layer.weight", True)
+    info, _ = packed(tmp_path, base, adapter(lm_head__base_layer__weight=changed))
+    assert info.num_rows == (2 if is_tied else 1)  # of the embedding too, where the two are tied
+    found = problems(tmp_path, base, adapter(lm_head__base_layer__weight=head[:, 1:]))
+    assert "expected rows of 16 values" in found["base_model.model.lm_head.base_layer.weight"]
 
 
 def test_the_bases_own_bias_of_the_head_changes_nothing(tmp_path: Path, checkpoint: Tensors) -> None:
@@ -176,7 +177,7 @@ def test_what_peft_would_not_load_is_refused(tmp_path: Path, checkpoint: Tensors
         (adapter(lm_head__lora_B__bias=a[0]), {"lora_bias": True}, "lora_bias", "names model.embed_tokens"),
         (adapter(), {"target_modules": "all-linear"}, "target_modules", "does not name lm_head"),
         (adapter(), {"target_modules": ["embed_tokens"]}, "target_modules", "does not name lm_head"),
-        (adapter(), {"modules_to_save": ["lm_head"]}, "modules_to_save", "not served"),
+        (adapter(), {"modules_to_save": ["lm_head"]}, "modules_to_save", "whose weight is not in the file"),
     ]
     for tensors, fields, field, words in cases:
         assert words in problems(tmp_path, base, tensors, **fields)[field]
