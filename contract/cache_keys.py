@@ -4,7 +4,7 @@ from __future__ import annotations
 
 PREFIX = "motet:a:"  # of all keys of adapters
 # Size of a chunk's parts, bytes; the last one may be shorter. A power of two costs 25% more memory in Redis.
-PART_BYTES = (4 << 20) - 64
+PART_BYTES = (1 << 20) - 64
 
 
 def manifest_key(digest: str) -> str:

@@ -44,7 +44,7 @@ from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import health, status
-from control_plane.api.admin import adapters, operations
+from control_plane.api.admin import adapters, operations, push
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
@@ -61,6 +61,7 @@ from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.host_cache_setup import open_host_cache
+from control_plane.push_setup import push_part
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.packing.ingest_pool import IngestPool
@@ -76,6 +77,7 @@ T = TypeVar("T")
 
 # How long the last messages of ended streams may take to leave, after the drain.
 CLOSE_GRACE_S = 1.0
+_REFLECTED = (generation, adapters, push, status, operations, health)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -171,13 +173,13 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         signatures=_open(open_verifier, config, watcher),
         max_pinned_bytes=lambda tenant: fleet_settings.tenants.limits_of(tenant).max_pinned_bytes,
     )
-    gate = DrainGate()
+    gate, uploads = DrainGate(), UploadReceiver(uploads_dir, max_adapter_bytes=config.max_adapter_bytes)
     adapter_service = adapters.AdapterService(
         registry=registry,
         life_cycle=life_cycle,
         operations=operation_store,
         gate=gate,
-        uploads=UploadReceiver(uploads_dir, max_adapter_bytes=config.max_adapter_bytes),
+        uploads=uploads,
         roots=_roots(config, stack),
         idempotency=IdempotencyCache(),
         audit=audit,
@@ -199,13 +201,14 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         clients,
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
+        push_part(config, registry, life_cycle, weights, fleet, gate, uploads, audit),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
         (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store, audit)),
         health_part,
     )
     _offer(workers, (plan_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service), health_part)
     if not config.no_reflection:
-        _offer_reflection(clients)
+        reflection.add_to_server([part.SERVICE_NAME for part in _REFLECTED], clients)
     _start(watcher, stack)
     client_address = listeners.bind(clients, config.listen, transport.client_credentials)
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
@@ -248,11 +251,6 @@ def _offer(server: grpc.aio.Server, *services: tuple[Any, object]) -> None:
     """Let a server offer services, each given as the stub's function that adds it, and the servicer."""
     for add, servicer in services:
         add(servicer, server)
-
-
-def _offer_reflection(server: grpc.aio.Server) -> None:
-    names = [generation.SERVICE_NAME, adapters.SERVICE_NAME, status.SERVICE_NAME, operations.SERVICE_NAME]
-    reflection.add_to_server([*names, health.SERVICE_NAME], server)
 
 
 def _status_service(

@@ -126,6 +126,9 @@ if TYPE_CHECKING:
         Generation as Generation,
     )
     from motet.types import (
+        PushedVersion as PushedVersion,
+    )
+    from motet.types import (
         Registration as Registration,
     )
     from motet.types import (
@@ -175,8 +178,8 @@ _NAMES_BY_MODULE = {
     "motet.retries": "RetryPolicy",
     "motet.types": (
         "Adapter AdapterCanary AdapterPlacement AdapterState AdapterTier AdapterVersion AdapterVisibility BeamSearch "
-        "ChatMessage Chunk Completion Finished FinishReason Generation Registration RegistrationChange ServerStatus "
-        "SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionRollout "
+        "ChatMessage Chunk Completion Finished FinishReason Generation PushedVersion Registration RegistrationChange "
+        "ServerStatus SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionRollout "
         "VersionSignature"
     ),
 }

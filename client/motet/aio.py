@@ -15,6 +15,7 @@ from google.longrunning import operations_pb2
 
 from motet import calls
 from motet.adapters.asynchronous import AsyncAdapters
+from motet.calls import StreamedCall
 from motet.client import Client
 from motet.connection.channel import Channels, opener, security_of
 from motet.connection.contact import ServerContact, check_target
@@ -26,7 +27,6 @@ from motet.requests import GenerateOptions, Prompt, generate_request, metadata_o
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import (
-    Adapter,
     Chunk,
     Completion,
     Finished,
@@ -34,7 +34,6 @@ from motet.types import (
     ServerStatus,
     Started,
 )
-from motet.uploads import AdapterUpload
 from motet.v1 import generation_pb2
 
 T = TypeVar("T")
@@ -146,8 +145,8 @@ class AsyncClient:
                 self._channels.release(channel)
             await self._pauses.wait(delay_s, attempts)
 
-    async def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
-        """Send one upload. `adapters.register` prepares it from a directory."""
+    async def upload(self, upload: StreamedCall[T], timeout_s: float) -> T:
+        """Send one upload. `adapters.register` prepares it from a directory, `adapters.push` from memory."""
         # In a thread with a blocking client: where the server refuses early and a write fails because of that, grpc.aio
         # reports the failed write ("Internal error from Core") in place of the server's status.
         security: dict[str, Any] = self._security.arguments()

@@ -6,22 +6,22 @@ The sync and the async client only send them, so that nothing is written twice.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from google.longrunning import operations_pb2
 from google.protobuf.message import Message
 
-from motet.errors import error_from_status, invalid_field
+from motet.errors import MotetError, error_from_status, invalid_field
 from motet.types import Adapter, AdapterVersion, AdapterVisibility, ServerStatus, VersionRollout
 from motet.v1 import adapters_pb2, generation_pb2, status_pb2
 from motet.wire import adapter_from, rollout_message, status_from, version_from, visibility_message
 
 T = TypeVar("T")
+R = TypeVar("R", covariant=True)
 
 GENERATE = "/motet.v1.GenerationService/Generate"
-UPLOAD_ADAPTER = "/motet.v1.AdapterService/UploadAdapter"
 _ADAPTERS = "/motet.v1.AdapterService/"
 
 
@@ -42,6 +42,30 @@ class UnaryCall(Generic[T]):
             request_serializer=lambda request: request.SerializeToString(),
             response_deserializer=self.response_type.FromString,
         )
+
+
+class StreamedCall(Protocol[R]):
+    """A call whose request is a stream of messages. It may be made twice: a repetition changes nothing."""
+
+    method: str
+    request_type: Any
+    response_type: Any
+    failure: MotetError | None  # what broke on this side while the messages were made
+
+    def messages(self) -> Iterator[Any]:
+        """The request, from its beginning."""
+
+    def read(self, response: Any) -> R:
+        """What the caller gets."""
+
+
+def stream_method(channel: Any, call: StreamedCall[Any]) -> Any:
+    """The method of a channel of grpc, to be called with `messages()`."""
+    return channel.stream_unary(
+        call.method,
+        request_serializer=call.request_type.SerializeToString,
+        response_deserializer=call.response_type.FromString,
+    )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from google.longrunning import operations_pb2
 
 from motet import calls
 from motet.adapters.blocking import Adapters
+from motet.calls import StreamedCall
 from motet.connection.channel import Channels, opener, security_of
 from motet.connection.contact import ServerContact, check_target
 from motet.connection.credential import ApiKey, Credential, Metadata
@@ -23,7 +24,6 @@ from motet.requests import GenerateOptions, Prompt, generate_request, metadata_o
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import (
-    Adapter,
     Chunk,
     Completion,
     Finished,
@@ -31,9 +31,7 @@ from motet.types import (
     ServerStatus,
     Started,
 )
-from motet.uploads import AdapterUpload
-from motet.v1 import adapters_pb2, generation_pb2
-from motet.wire import adapter_from
+from motet.v1 import generation_pb2
 
 T = TypeVar("T")
 
@@ -123,27 +121,19 @@ class Client:
 
         return call.read(self._call(send, self._attempts(self._timeout_s), is_repeatable=call.is_repeatable))
 
-    def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
-        """Send one upload. `adapters.register` prepares it from a directory."""
+    def upload(self, upload: StreamedCall[T], timeout_s: float) -> T:
+        """Send one upload. `adapters.register` prepares it from a directory, `adapters.push` from memory."""
 
-        def send(channel: grpc.Channel, timeout_s: float) -> adapters_pb2.UploadAdapterResponse:
-            method = channel.stream_unary(
-                calls.UPLOAD_ADAPTER,
-                request_serializer=adapters_pb2.UploadAdapterRequest.SerializeToString,
-                response_deserializer=adapters_pb2.UploadAdapterResponse.FromString,
-            )
+        def send(channel: grpc.Channel, timeout_s: float) -> Any:
             try:
-                response: adapters_pb2.UploadAdapterResponse = method(
-                    upload.messages(), timeout=timeout_s, metadata=self._metadata()
-                )
-                return response
+                method = calls.stream_method(channel, upload)
+                return method(upload.messages(), timeout=timeout_s, metadata=self._metadata())
             except grpc.RpcError as error:
                 if upload.failure is not None:
                     raise upload.failure from error
                 raise
 
-        # Its request_id makes it repeatable.
-        return adapter_from(self._call(send, self._attempts(timeout_s), is_repeatable=True).adapter)
+        return upload.read(self._call(send, self._attempts(timeout_s), is_repeatable=True))
 
     def wait_operation(self, operation: operations_pb2.Operation, timeout_s: float) -> operations_pb2.Operation:
         """Wait until the operation has ended and return it.

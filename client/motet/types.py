@@ -301,6 +301,20 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class PushedVersion:
+    """What a push gave. Times are the server's, in seconds."""
+
+    adapter: Adapter
+    num_workers: int  # workers that had the version on their device when new requests got it
+    receive_s: float  # from the header to the last byte
+    pack_s: float  # checking, converting, hashing
+    cache_s: float  # writing to the host cache
+    load_s: float  # loading onto devices
+    visible_s: float  # from the header until new requests got the version
+    durable_s: float  # from the header until the version was durable
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """The system at one moment."""
 

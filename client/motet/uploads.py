@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.errors import InvalidArgument, MotetError, invalid_field
-from motet.types import AdapterVisibility, VersionRollout
+from motet.types import Adapter, AdapterVisibility, VersionRollout
 from motet.v1 import adapters_pb2
-from motet.wire import rollout_message, visibility_message
+from motet.wire import adapter_from, rollout_message, visibility_message
 
 CHUNK_BYTES = 512 * 1024
 CONFIG_FILE = "adapter_config.json"
@@ -38,6 +38,10 @@ class _File:
 
 class AdapterUpload:
     """One upload. `failure` says afterwards what broke on this side, if anything did."""
+
+    method = "/motet.v1.AdapterService/UploadAdapter"
+    request_type = adapters_pb2.UploadAdapterRequest
+    response_type = adapters_pb2.UploadAdapterResponse
 
     def __init__(
         self,
@@ -73,6 +77,10 @@ class AdapterUpload:
             validate_only=validate_only,
             request_id=uuid.uuid4().hex,
         )
+
+    def read(self, response: adapters_pb2.UploadAdapterResponse) -> Adapter:
+        """What the caller gets."""
+        return adapter_from(response.adapter)
 
     def messages(self) -> Iterator[adapters_pb2.UploadAdapterRequest]:
         """Header first, then chunks in order."""

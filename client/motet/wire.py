@@ -14,7 +14,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from motet import types
 from motet.errors import invalid_field
 from motet.requests import enum_choices
-from motet.v1 import adapters_pb2, generation_pb2, status, status_pb2, types_pb2
+from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status, status_pb2, types_pb2
 from motet.v1.sampling import SamplingInEffect
 
 if TYPE_CHECKING:
@@ -197,6 +197,21 @@ def _registration_from(message: adapters_pb2.Registration) -> types.Registration
         change=_CHANGES.get(message.change, types.RegistrationChange.UNSPECIFIED),
         previous_version=version_from(message.previous_version) if message.HasField("previous_version") else None,
         version=version_from(message.version) if message.HasField("version") else None,
+    )
+
+
+def pushed_from(message: push_pb2.PushVersionResponse) -> types.PushedVersion:
+    """What a push gave."""
+    timings = message.timings
+    return types.PushedVersion(
+        adapter=adapter_from(message.adapter),
+        num_workers=message.num_workers,
+        receive_s=_seconds(timings.receive_time),
+        pack_s=_seconds(timings.pack_time),
+        cache_s=_seconds(timings.cache_time),
+        load_s=_seconds(timings.load_time),
+        visible_s=_seconds(timings.visible_time),
+        durable_s=_seconds(timings.durable_time),
     )
 
 

@@ -24,6 +24,7 @@ from control_plane.caller import current_caller
 from control_plane.errors import AdapterNotActive
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.early_versions import Publish
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.records import AdapterRecord, Registered
 from control_plane.registry.registry import Registry
@@ -114,12 +115,18 @@ class AdapterLifeCycle:
     # ---- registering ----
 
     async def register(
-        self, registration: Registration, files: Mapping[str, Path], *, may_change: bool = False
+        self,
+        registration: Registration,
+        files: Mapping[str, Path],
+        *,
+        may_change: bool = False,
+        publish: Publish | None = None,
     ) -> Registered:
         """Check the files and make them a version of the name, rolled out so. The caller writes the audit log.
 
         The signature counts for the tenant of the current caller. `may_change`: somebody else may write to the files.
-        If this is cancelled, the version may be registered all the same, and pins follow it then.
+        `publish`: as Registry.register has it. If this is cancelled, the version may be registered all the same, and
+        pins follow it then.
         """
         is_stored = not registration.validate_only
         try:
@@ -132,6 +139,7 @@ class AdapterLifeCycle:
                 rollout=registration.rollout,
                 validate_only=registration.validate_only,
                 check_files=partial(self._check_signature, current_caller().tenant, may_change),
+                publish=publish,
             )
             if is_stored:
                 self._fleet.cancel_unload(registered.digest)

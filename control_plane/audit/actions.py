@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 UPLOAD = "adapter.upload"
+PUSH = "adapter.push"
 CREATE = "adapter.create"
 UPDATE = "adapter.update"
 ACTIVATE = "adapter.activate"
@@ -26,6 +27,7 @@ SUPPRESSED = "refusals.suppressed"
 # Methods that change something, by their paths. Each call of one has a line, whether it succeeds or not.
 CHANGES: Mapping[str, str] = {
     "/motet.v1.AdapterService/UploadAdapter": UPLOAD,
+    "/motet.v1.PushService/PushVersion": PUSH,
     "/motet.v1.AdapterService/CreateAdapter": CREATE,
     "/motet.v1.AdapterService/UpdateAdapter": UPDATE,
     "/motet.v1.AdapterService/ActivateAdapterVersion": ACTIVATE,

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from contract.cache_keys import PART_BYTES, num_parts
 from control_plane.checks import check_digest, require
@@ -22,6 +22,7 @@ from control_plane.errors import (
     StoreUnavailable,
 )
 from control_plane.host_cache.base import CacheAddress, HostCache, HostCacheStats
+from control_plane.host_cache.fresh_blobs import BlobStore, FreshBlob, FreshBlobs
 from control_plane.host_cache.packed import Layout, PackedAdapter, read_layout
 from control_plane.store_calls import StoreCalls
 
@@ -30,19 +31,9 @@ logger = logging.getLogger(__name__)
 MAX_STORE_READS = 8
 # A chunk up to this size is read once, and held until its hash is known; of a larger one nothing is held, it is read
 # twice. A decoder layer of an 8B model at rank 64 in bf16 takes 11 MB.
-HELD_BYTES = 4 * PART_BYTES
+HELD_BYTES = 16 * PART_BYTES
 _T = TypeVar("_T")
 _ReadPart = Callable[[Layout, int, int], Awaitable[bytes | None]]
-
-
-class BlobStore(Protocol):
-    """Where adapters lie for good (registry.store.ArtifactStore). Blocks; missing ones raise FileNotFoundError."""
-
-    def read_manifest(self, digest: str) -> bytes:
-        """The canonical manifest."""
-
-    def read_range(self, digest: str, index: int, start: int, size_bytes: int) -> bytes:
-        """That part of a chunk, shorter where the chunk ends."""
 
 
 class AdapterWeights:
@@ -54,7 +45,7 @@ class AdapterWeights:
         """`is_wanted`: whether a name has a version of that digest. Others are read, but never brought to the cache:
         they are being deleted."""
         self._cache = cache
-        self._store = store
+        self._store = FreshBlobs(store)
         self._calls = calls
         self._is_wanted = is_wanted
         self._reads = asyncio.Semaphore(MAX_STORE_READS)
@@ -90,6 +81,20 @@ class AdapterWeights:
             self._cache.touch(digest)
         elif self._cache.is_available:
             await self._fill(digest)
+
+    @contextlib.asynccontextmanager
+    async def fresh(self, blob: FreshBlob) -> AsyncIterator[None]:
+        """Bring a blob that the store does not have yet into the cache, and read it from its files inside the block.
+
+        The files were written by this process: their hashes are not computed again.
+        """
+        layout = read_layout(blob.digest, blob.manifest)
+        assert layout is not None, "a packed adapter has a manifest of ours"
+        with self._store.serving(blob):
+            if self._cache.is_available and not self._cache.contains(blob.digest):
+                async with contextlib.aclosing(self._unverified_parts(layout)) as parts:
+                    await self._cache.write(blob.digest, layout.manifest, layout.sizes, parts)
+            yield
 
     async def drop(self, digest: str) -> None:
         """Remove an adapter that is being deleted from the cache. A pinned one stays: another name holds that pin."""
@@ -219,6 +224,13 @@ class AdapterWeights:
             await self._stored_layout(layout.digest)  # raises if the whole adapter is missing
             return None
         return data if len(data) == size_bytes else None
+
+    async def _unverified_parts(self, layout: Layout) -> AsyncGenerator[bytes, None]:
+        for index, size in enumerate(layout.sizes):
+            for part in range(num_parts(size)):
+                data = await self._stored_part(layout, index, part)
+                assert data is not None, "a packed chunk has the size that its manifest says"
+                yield data
 
     async def _cached_layout(self, digest: str) -> Layout | None:
         if not self._cache.contains(digest):

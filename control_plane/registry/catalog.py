@@ -64,6 +64,7 @@ class Catalog:
         self._module_error_by_digest: dict[str, str] = {}  # by the reports of `_reports_seen`
         self._reports_seen = reports.changes
         self.blobs = set(blobs)  # digests that are complete in the store
+        self.fresh: set[str] = set()  # digests that are served while they are being stored
         self._records: dict[str, AdapterRecord] = {}
         # Invariants: the index holds the keys of _records; a digest's count is over all records.
         self._names = VisibleNames((record.adapter_id, record.ownership) for record in records)
@@ -207,7 +208,7 @@ class Catalog:
                 f"it was packed as {version.dtype} and the base model is served as {self.base_model.dtype}; "
                 "register it again"
             )
-        if version.digest not in self.blobs:
+        if version.digest not in self.blobs and version.digest not in self.fresh:
             return AdapterNotActive("its weights are missing in the artifact store; register it again")
         reason = self._module_error(version)
         return AdapterNotServed(reason) if reason else None

@@ -27,6 +27,7 @@ from control_plane.registry.blob_writer import BlobWriter
 from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.changes import Abandoned, Changes
 from control_plane.registry.documents import Documents
+from control_plane.registry.early_versions import Publish, show_and_store
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.new_version import Description, registered
@@ -187,12 +188,13 @@ class Registry:
         rollout: VersionRollout = AT_ONCE,
         validate_only: bool = False,
         check_files: CheckFiles = take_as_they_are,
+        publish: Publish | None = None,
     ) -> Registered:
         """Check and pack the files and make them a version of the name, rolled out so, which gets this ownership.
 
         The same bytes again change nothing, but that they are active again, and whose signature they have. Cancelled
         before the change begins, nothing is registered; cancelled later, the change is made to its end before this
-        returns. `check_files` looks at the files before they are packed.
+        returns. `check_files` looks at the files before they are packed. `publish`: see early_versions.py.
         """
         violations = Violations()
         check_adapter_id(adapter_id, "adapter_id", violations)
@@ -202,9 +204,8 @@ class Registry:
         self.check_registrable(adapter_id, ownership)
         description = Description(adapter_id, display_name, dict(labels or {}), rollout)
         is_abandoned = threading.Event()
-        change = self._register(
-            description, ownership, dict(files), is_abandoned, validate_only=validate_only, check_files=check_files
-        )
+        parts = (description, ownership, dict(files), is_abandoned, publish)
+        change = self._register(*parts, validate_only=validate_only, check_files=check_files)
         return await self._changes.finish(change, on_cancelled=is_abandoned.set)
 
     def check_registrable(self, adapter_id: str, ownership: OwnershipChange = NO_CHANGE) -> Ownership:
@@ -289,6 +290,7 @@ class Registry:
         ownership: OwnershipChange,
         files: dict[str, Path],
         is_abandoned: threading.Event,
+        publish: Publish | None,
         *,
         validate_only: bool,
         check_files: CheckFiles,
@@ -301,7 +303,7 @@ class Registry:
                 if is_abandoned.is_set():
                     raise Abandoned
                 result = self._registered(description, ownership, packed)
-                is_repaired = await self._store_version(result.record, packed)
+                is_repaired = await self._store_version(result.record, packed, publish)
             return replace(result, is_repaired=is_repaired)
 
     def _registrable(self, adapter_id: str, change: OwnershipChange) -> tuple[AdapterRecord | None, Ownership]:
@@ -325,30 +327,35 @@ class Registry:
         unsigned = registered(record, description, ownership, packed, self._catalog.base_model, now_s)
         return with_signature(unsigned, packed.digest, packed.signature, now_s)
 
-    async def _store_version(self, record: AdapterRecord, packed: PackedInfo) -> bool:
+    async def _store_version(self, record: AdapterRecord, packed: PackedInfo, publish: Publish | None) -> bool:
         """Blob first, then the version's document, then the record that names it. Whether the blob was repaired.
 
         A whole blob stays even if the record's write fails: whether that write took effect is not known then, and the
         next start removes blobs that no record names.
         """
-        digest = packed.digest
-        is_repaired = await self._blobs.put(packed)
         known = self._catalog.find(record.adapter_id)
-        if known is not record:
-            version = record.version(digest)
-            assert version is not None, "the version that is being registered is one of the record's"
-            if known is None or known.version(digest) != version:
-                await self._documents.write_version(record.adapter_id, version)
-            await self._blobs.confirm(digest)
-            try:
-                await self._documents.write_record(record, known)
-            except EtagMismatch:
-                await self._blobs.delete_unnamed(digest)
-                raise
-            logger.info("adapter registered adapter_id=%s digest=%s", record.adapter_id, digest)
-        else:
-            await self._documents.confirm(record)
-        return is_repaired
+
+        async def store() -> bool:
+            is_repaired = await self._blobs.put(packed)
+            if known is not record:
+                version = record.version(packed.digest)
+                assert version is not None, "the version that is being registered is one of the record's"
+                if known is None or known.version(packed.digest) != version:
+                    await self._documents.write_version(record.adapter_id, version)
+                await self._blobs.confirm(packed.digest)
+                try:
+                    await self._documents.write_record(record, known)
+                except EtagMismatch:
+                    await self._blobs.delete_unnamed(packed.digest)
+                    raise
+                logger.info("adapter registered adapter_id=%s digest=%s", record.adapter_id, packed.digest)
+            else:
+                await self._documents.confirm(record)
+            return is_repaired
+
+        if publish is None:
+            return await store()
+        return await show_and_store(self._catalog, known, record, packed, publish, store)
 
     async def _delete_unnamed_blob(self, digest: str) -> None:
         async with self._changes.locks.hold(f"blob {digest}"):

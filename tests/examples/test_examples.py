@@ -75,6 +75,14 @@ def test_training_loop_serves_every_round(examples: Examples, tmp_path: Path) ->
     assert [digest for _, _, digest in rounds] == newest_first[::-1]
 
 
+def test_push_every_step_samples_from_each_version(examples: Examples) -> None:
+    printed = examples.run("push_every_step.py", str(examples.checkpoint), "policy", "The party", "--steps", "3")
+    steps = re.findall(r"step (\d): reward [\d.]+, version (\d) (\w{12}), visible after \d+ ms", printed)
+    assert [(number, version) for number, version, _ in steps] == [("1", "2"), ("2", "3"), ("3", "4")]
+    newest_first = [version.digest[:12] for version in examples.system.client().adapters.versions("policy")]
+    assert [digest for _, _, digest in steps] == newest_first[-2::-1]
+
+
 def test_every_example_is_in_the_table_and_run_by_a_test() -> None:
     """Its first lines say what it shows and how to run it."""
     table = (EXAMPLES / "README.md").read_text("utf-8")

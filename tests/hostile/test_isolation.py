@@ -34,6 +34,7 @@ WATCH = "/grpc.health.v1.Health/Watch"
 # twice; a tenant with a reserved prefix is safe from this (docs/security.md).
 TAKEN = {"UploadAdapter 0: header.adapter_id = adapter_id", "UploadAdapter 0: header.adapter_id = shared_id"}
 TAKEN |= {"UploadAdapter 0: everything"}
+TAKEN |= {name.replace("UploadAdapter", "PushVersion") for name in TAKEN}
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from motet import calls
 from motet.adapters import rollouts
-from motet.types import Adapter, AdapterCanary, AdapterVersion, AdapterVisibility, VersionRollout
+from motet.adapters.push import AdapterPush, Tensors
+from motet.types import Adapter, AdapterCanary, AdapterVersion, AdapterVisibility, PushedVersion, VersionRollout
 from motet.uploads import AdapterUpload, Progress
 
 if TYPE_CHECKING:
@@ -63,6 +64,38 @@ class AsyncAdapters:
             progress=progress,
         )
         return await self._client.upload(upload, timeout_s)
+
+    async def push(
+        self,
+        name: str,
+        config: Mapping[str, Any] | str | bytes,
+        tensors: Tensors,
+        *,
+        visibility: AdapterVisibility | str | None = None,
+        shared_with: Sequence[str] = (),
+        owner: str = "",
+        validate_only: bool = False,
+        timeout_s: float = 600.0,
+    ) -> PushedVersion:
+        """Push an adapter from memory, as a training loop does after a step: no file is written.
+
+        `config` is the content of adapter_config.json, or PEFT's `LoraConfig.to_dict()`. `tensors` are numpy or torch
+        tensors by the names of PEFT's `get_peft_model_state_dict(model)`, or the content of
+        adapter_model.safetensors. A known name gets a new version, which becomes the active one: new requests get it
+        before this returns, requests that run keep theirs. On return it is durable. With `validate_only` nothing is
+        registered.
+        """
+        push = await asyncio.to_thread(
+            AdapterPush,
+            name,
+            config,
+            tensors,
+            visibility=visibility,
+            shared_with=shared_with,
+            owner=owner,
+            validate_only=validate_only,
+        )
+        return await self._client.upload(push, timeout_s)
 
     async def register_from_root(
         self,

@@ -93,7 +93,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                 registration = _registration(header)
                 self._life_cycle.check_registrable(registration)  # before gigabytes are received
                 files = await upload.receive()
-                await _check_whole(context)
+                await check_whole(context)
                 registered = await self._life_cycle.register(registration, files)
                 change.digest = registered.digest
                 return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
@@ -284,7 +284,7 @@ def _registration(message: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapte
     )
 
 
-async def _check_whole(context: Context) -> None:
+async def check_whole(context: Context) -> None:
     """Raise Unavailable unless the client ended its side in order.
 
     The end of a cancelled or cut-off stream looks like an orderly one, and comes before the cancellation is known. But

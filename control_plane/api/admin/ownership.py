@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from motet.v1 import adapters_pb2
+from motet.v1 import adapters_pb2, push_pb2
 
 from control_plane.api.wire import VISIBILITY_BY_MESSAGE
 from control_plane.checks import Violations
 from control_plane.registry.ownership_change import OwnershipChange, check_owner, check_shared_with
 
 FIELDS = ("visibility", "shared_with", "owner")
-Message = adapters_pb2.Adapter | adapters_pb2.UploadHeader | adapters_pb2.CreateAdapterRequest
+Message = adapters_pb2.Adapter | adapters_pb2.UploadHeader | adapters_pb2.CreateAdapterRequest | push_pb2.PushHeader
 
 
 def check_ownership(message: Message, path: str, violations: Violations) -> None:

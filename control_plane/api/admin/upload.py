@@ -12,6 +12,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,26 +77,50 @@ class UploadReceiver:
     async def open(
         self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest], holder: Sequence[str]
     ) -> AsyncIterator[Upload]:
-        """An upload whose checked header was read. Its files exist until the block ends.
+        """An upload whose checked header was read. Its files exist until the block ends. `holder` as in `accept`."""
 
-        `holder`, as Caller.holder: whose part of the open uploads it takes. Raises Exhausted.
+        def size_of(header: adapters_pb2.UploadHeader) -> int:
+            check_header(header, self._max_adapter_bytes)
+            return sum(file.size_bytes for file in header.files)
+
+        async with self.accept(stream, holder, size_of) as accepted:
+            yield Upload(accepted)
+
+    @contextlib.asynccontextmanager
+    async def accept(
+        self, stream: AsyncIterable[Any], holder: Sequence[str], size_of: Callable[[Any], int]
+    ) -> AsyncIterator[Accepted]:
+        """A stream whose first message was a header. Its directory exists until the block ends.
+
+        `size_of` checks a header and returns the bytes that it announces. `holder`, as Caller.holder: whose part of the
+        open uploads it takes. Raises Exhausted.
         """
         async with contextlib.AsyncExitStack() as held:
             held.enter_context(self._places.place(holder))
-            messages = _Messages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
+            messages = PacedMessages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
             held.push_async_callback(messages.close)
             first = await messages.next()
             if first is None or first.WhichOneof("part") != "header":
                 raise refuse("header", "is missing; send the header as the first message of an upload")
-            check_header(first.header, self._max_adapter_bytes)
+            size_bytes = size_of(first.header)
             self._directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-            space = held.enter_context(self._space.reserved(sum(file.size_bytes for file in first.header.files)))
+            space = held.enter_context(self._space.reserved(size_bytes))
             directory = Path(tempfile.mkdtemp(dir=self._directory, prefix="upload-"))
             held.callback(shutil.rmtree, directory, ignore_errors=True)
-            yield Upload(first.header, messages, directory, space)
+            yield Accepted(first.header, messages, directory, space)
 
 
-class _Messages:
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A stream whose header is checked."""
+
+    header: Any
+    messages: PacedMessages  # those behind the header
+    directory: Path  # empty
+    space: Reservation  # of the bytes that the header announces
+
+
+class PacedMessages:
     """The messages of one upload. Ends the upload of a client that is silent, or slower than the least rate.
 
     Only time in which the server ran and waited for the client counts. Time in which the server itself was slow or
@@ -104,7 +129,7 @@ class _Messages:
 
     def __init__(
         self,
-        stream: AsyncIterable[adapters_pb2.UploadAdapterRequest],
+        stream: AsyncIterable[Any],
         *,
         idle_timeout_s: float,
         clock: AwakeClock,
@@ -115,7 +140,7 @@ class _Messages:
         self._waited_s = 0.0
         self._received_bytes = 0
 
-    async def next(self) -> adapters_pb2.UploadAdapterRequest | None:
+    async def next(self) -> Any:
         """The next message, None at the end of the stream. Raises DeadlineExceeded."""
         allowed_s = GRACE_S + self._received_bytes / LEAST_BYTES_PER_S - self._waited_s
         if allowed_s <= 0:
@@ -150,13 +175,11 @@ class _Messages:
 class Upload:
     """One upload: `header` is checked, `receive` gets the files."""
 
-    def __init__(
-        self, header: adapters_pb2.UploadHeader, messages: _Messages, directory: Path, space: Reservation
-    ) -> None:
-        self.header = header
-        self._messages = messages
-        self._directory = directory
-        self._space = space
+    def __init__(self, accepted: Accepted) -> None:
+        self.header: adapters_pb2.UploadHeader = accepted.header
+        self._messages = accepted.messages
+        self._directory = accepted.directory
+        self._space = accepted.space
 
     async def receive(self) -> dict[str, Path]:
         """The files by name, every byte as announced. Raises InvalidRequest, DigestMismatch, DeadlineExceeded."""

@@ -103,8 +103,10 @@ class PagePool:
         """Write a matrix [rank, width] into its pages, with zeros in the rest of them."""
         rank, width = matrix.shape
         num_groups, num_tiles = -(-rank // PAGE_RANKS), self._num_tiles(width)
-        padded = matrix.new_zeros(num_groups * PAGE_RANKS, num_tiles * self.tile_width)
-        padded[:rank, :width] = matrix
+        padded = matrix
+        if matrix.shape != (num_groups * PAGE_RANKS, num_tiles * self.tile_width):
+            padded = matrix.new_zeros(num_groups * PAGE_RANKS, num_tiles * self.tile_width)
+            padded[:rank, :width] = matrix
         tiles = padded.view(num_groups, PAGE_RANKS, num_tiles, self.tile_width).transpose(1, 2)
         flat = tiles.reshape(-1, PAGE_RANKS, self.tile_width)
         self.pages.index_copy_(0, torch.from_numpy(page_ids).to(self.pages.device), flat.to(self.pages.device))

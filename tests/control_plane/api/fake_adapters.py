@@ -13,6 +13,7 @@ from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudge
 from control_plane.host_cache.base import HostCacheStats
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.catalog import RegistryStats
+from control_plane.registry.early_versions import Publish
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.peft.packing import CheckFiles, take_as_they_are
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered, ResolvedAdapter
@@ -117,6 +118,7 @@ class FakeRegistry(Registry):
         rollout: VersionRollout = AT_ONCE,
         validate_only: bool = False,
         check_files: CheckFiles = take_as_they_are,
+        publish: Publish | None = None,
     ) -> Registered:
         self.calls.append(("register", adapter_id, validate_only))
         (self.entered_twice if self.entered.is_set() else self.entered).set()

@@ -34,14 +34,14 @@ async def test_large_chunks_come_in_parts_that_cross_no_chunk(
     digest = store.add(1, (LARGE, 10, PART_BYTES + 1))
     packed = await weights.open_packed(digest)
     parts = [part async for part in packed.parts()]
-    assert [len(part) for part in parts] == [*[PART_BYTES] * 4, 1000, 10, PART_BYTES, 1]
+    assert [len(part) for part in parts] == [*[PART_BYTES] * 16, 1000, 10, PART_BYTES, 1]
     assert b"".join(parts) == store.content(digest)
     assert weights.is_cached(digest) is is_cached
 
 
 async def test_a_large_chunk_is_never_in_memory_as_a_whole(store: FakeStore) -> None:
     weights = make_weights(MemoryHostCache(budget_bytes=0), store)
-    packed = await weights.open_packed(store.add(1, (8 * PART_BYTES,)))
+    packed = await weights.open_packed(store.add(1, (32 * PART_BYTES,)))
     tracemalloc.start()
     try:
         async for _ in packed.parts():
@@ -49,7 +49,8 @@ async def test_a_large_chunk_is_never_in_memory_as_a_whole(store: FakeStore) -> 
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 4 * PART_BYTES  # the one in hand, and those that a thread and a caller have not let go yet
+    # The one in hand, and those that a thread and a caller have not let go yet; 16 would be a chunk that is held.
+    assert peak_bytes < 12 * PART_BYTES
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing"])

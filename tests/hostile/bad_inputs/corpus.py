@@ -22,6 +22,7 @@ from tests.hostile.bad_inputs import (
     generation,
     mutations,
     other_calls,
+    pushes,
     uploads,
     worker_port,
 )
@@ -34,6 +35,7 @@ CLIENT_TABLES: dict[str, Callable[[Facts], Iterator[Case]]] = {
     "generation": generation.cases,
     "adapter_calls": adapter_calls.cases,
     "uploads": uploads.cases,
+    "pushes": pushes.cases,
     "adapter_files": adapter_files.cases,
     "other_calls": other_calls.cases,
 }

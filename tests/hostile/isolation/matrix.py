@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from motet.v1 import adapters_pb2, generation_pb2, status_pb2
+from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status_pb2
 
 from tests.control_plane.api.rpc.test_callers import CLIENT_METHODS
 from tests.hostile.isolation.things import Things
@@ -77,6 +77,21 @@ def _upload(things: Things, files: dict[str, bytes]) -> list[list[Message]]:
     return [upload(files, things.adapter_id, validate_only=True)]
 
 
+def push(files: dict[str, bytes], adapter_id: str, **header: Any) -> list[Message]:
+    """The messages of a push."""
+    config, weights = files["adapter_config.json"], files["adapter_model.safetensors"]
+    head = push_pb2.PushHeader(adapter_id=adapter_id, config=config, weights_bytes=len(weights), **header)
+    chunks = [weights[offset : offset + 65536] for offset in range(0, len(weights), 65536)]
+    return [
+        push_pb2.PushVersionRequest(header=head),
+        *(push_pb2.PushVersionRequest(chunk=push_pb2.PushChunk(data=data)) for data in chunks),
+    ]
+
+
+def _push(things: Things, files: dict[str, bytes]) -> list[list[Message]]:
+    return [push(files, things.adapter_id, validate_only=True)]
+
+
 def _generate(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
     name = f"adapters/{things.adapter_id}"
     return [
@@ -123,6 +138,7 @@ def _plain(*messages: Message) -> Callable[[Things, dict[str, bytes]], list[list
 _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] = {
     "Generate": _generate,
     "UploadAdapter": _upload,
+    "PushVersion": _push,
     "CreateAdapter": lambda things, _files: [
         [adapters_pb2.CreateAdapterRequest(adapter_id=things.adapter_id, source="root/dir")]
     ],

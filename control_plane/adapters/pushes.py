@@ -1,0 +1,107 @@
+"""Versions that a training run pushes: new requests get them before they are durable.
+
+A version is written to the host cache and loaded into the slots of workers that have the version before it. Then the
+name points to it, and then it is stored. A cache or a worker that fails costs time and not the push: requests then
+wait for the load, as for any cold adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from control_plane.adapters.life_cycle import AdapterLifeCycle, Registration
+from control_plane.caller import current_caller
+from control_plane.errors import MotetError
+from control_plane.fleet.fleet import Fleet
+from control_plane.host_cache.fresh_blobs import FreshBlob
+from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.peft.ingest import PackedInfo
+from control_plane.registry.records import Registered
+from control_plane.registry.registry import Registry
+from control_plane.scheduler.types import AdapterRef
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A version that was pushed, and how long the phases behind its reception took, in seconds."""
+
+    registered: Registered
+    worker_ids: tuple[str, ...]  # those that had it in a slot when new requests got it
+    pack_s: float
+    cache_s: float
+    load_s: float
+    visible_s: float  # from the call until new requests got it
+    durable_s: float  # from the call until its end
+
+
+class Pushes:
+    """Registers pushed versions. Used from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        life_cycle: AdapterLifeCycle,
+        weights: AdapterWeights,
+        fleet: Fleet,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._life_cycle = life_cycle
+        self._weights = weights
+        self._fleet = fleet
+        self._clock = clock
+
+    def check_registrable(self, registration: Registration) -> None:
+        """Raise what pushing would raise whatever the weights."""
+        self._life_cycle.check_registrable(registration)
+
+    async def push(self, registration: Registration, files: Mapping[str, Path]) -> Pushed:
+        """Make the files the active version of the name. The caller writes the audit log."""
+        before = self._registry.find(registration.adapter_id)
+        previous_digest = "" if before is None else before.active_digest
+        tenant = current_caller().tenant
+        moments, worker_ids = [self._clock()], list[str]()
+        digest = ""
+
+        @contextlib.asynccontextmanager
+        async def publish(packed: PackedInfo) -> AsyncIterator[None]:
+            nonlocal digest
+            digest = packed.digest
+            moments.append(self._clock())
+            blob = FreshBlob(packed.digest, packed.manifest, [chunk.path for chunk in packed.chunks])
+            async with self._weights.fresh(blob):
+                moments.append(self._clock())
+                self._fleet.cancel_unload(packed.digest)
+                ref = AdapterRef(packed.digest, packed.arena_bytes)
+                workers = self._fleet.preloads.choose_workers(previous_digest)
+                worker_ids.extend(await self._fleet.preloads.preload(ref, tenant, workers))
+                moments.append(self._clock())
+                yield
+
+        try:
+            registered = await self._life_cycle.register(registration, files, publish=publish)
+        except MotetError:
+            if digest and not self._registry.is_named(digest):
+                await self._weights.drop(digest)
+            raise
+        if not digest:  # it was checked and not registered
+            moments += [self._clock()] * 3
+        begun_s, packed_s, cached_s, visible_s = moments
+        logger.info("version pushed adapter_id=%s digest=%s workers=%s", registration.adapter_id, digest, worker_ids)
+        return Pushed(
+            registered,
+            tuple(worker_ids),
+            pack_s=packed_s - begun_s,
+            cache_s=cached_s - packed_s,
+            load_s=visible_s - cached_s,
+            visible_s=visible_s - begun_s,
+            durable_s=self._clock() - begun_s,
+        )

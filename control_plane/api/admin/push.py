@@ -1,0 +1,147 @@
+"""PushService: versions from the memory of a training run. Receives, and calls the part that registers them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from motet.v1 import push_pb2, push_pb2_grpc
+
+from control_plane.adapters.life_cycle import Registration
+from control_plane.adapters.pushes import Pushed, Pushes
+from control_plane.api import wire
+from control_plane.api.admin.adapters import check_whole
+from control_plane.api.admin.ownership import change_of, check_ownership
+from control_plane.api.admin.upload import MAX_CHUNK_BYTES, Accepted, UploadReceiver
+from control_plane.api.gate import DrainGate
+from control_plane.audit import actions
+from control_plane.audit.audit_log import AuditLog
+from control_plane.caller import current_caller
+from control_plane.checks import Violations, check_adapter_id, refuse
+from control_plane.errors import Exhausted
+from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE
+
+SERVICE_NAME = push_pb2.DESCRIPTOR.services_by_name["PushService"].full_name
+MAX_CONFIG_BYTES = 2**20
+_WRITE_BYTES = 4 * 2**20  # in memory until they are written
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PushService(push_pb2_grpc.PushServiceServicer):
+    """See protos/motet/v1/push.proto."""
+
+    def __init__(
+        self,
+        *,
+        pushes: Pushes,
+        gate: DrainGate,
+        uploads: UploadReceiver,
+        max_adapter_bytes: int,
+        audit: AuditLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`uploads`: those of AdapterService; pushes and uploads share one limit."""
+        self._pushes = pushes
+        self._gate = gate
+        self._uploads = uploads
+        self._max_adapter_bytes = max_adapter_bytes
+        self._audit = audit or AuditLog()
+        self._clock = clock
+
+    # ruff: noqa: N802 - the stubs name the methods
+
+    async def PushVersion(
+        self, request_iterator: AsyncIterator[push_pb2.PushVersionRequest], context: Context
+    ) -> push_pb2.PushVersionResponse:
+        """Receive, check, register."""
+        self._gate.check()
+        async with (
+            self._audit.change(actions.PUSH) as change,
+            self._uploads.accept(request_iterator, current_caller().holder, self._checked_size) as accepted,
+        ):
+            begun_s = self._clock()
+            header: push_pb2.PushHeader = accepted.header
+            change.resource = f"adapters/{header.adapter_id}"
+            registration = Registration(
+                adapter_id=header.adapter_id, ownership=change_of(header), validate_only=header.validate_only
+            )
+            self._pushes.check_registrable(registration)  # before the bytes are received
+            config, weights = accepted.directory / CONFIG_FILE, accepted.directory / WEIGHTS_FILE
+            await asyncio.gather(asyncio.to_thread(config.write_bytes, header.config), _receive(accepted, weights))
+            receive_s = self._clock() - begun_s
+            await check_whole(context)
+            pushed = await self._pushes.push(registration, {CONFIG_FILE: config, WEIGHTS_FILE: weights})
+            change.digest = pushed.registered.record.active_digest
+            return _response(pushed, receive_s)
+
+    def _checked_size(self, header: push_pb2.PushHeader) -> int:
+        violations = Violations()
+        check_adapter_id(header.adapter_id, "header.adapter_id", violations)
+        if not 1 <= len(header.config) <= MAX_CONFIG_BYTES:
+            violations.add(
+                "header.config",
+                f"has {len(header.config)} bytes; send the content of {CONFIG_FILE}, at most {MAX_CONFIG_BYTES} bytes",
+            )
+        if not 1 <= header.weights_bytes <= self._max_adapter_bytes:
+            violations.add(
+                "header.weights_bytes",
+                f"is {header.weights_bytes}; send 1 to {self._max_adapter_bytes} bytes (the server's "
+                "--max-adapter-bytes)",
+            )
+        check_ownership(header, "header.", violations)
+        violations.raise_if_any()
+        return len(header.config) + header.weights_bytes
+
+
+async def _receive(accepted: Accepted, path: Path) -> None:
+    """Write the chunks to the file. Raises InvalidRequest, DeadlineExceeded or Exhausted."""
+    announced, received = accepted.header.weights_bytes, 0
+    unwritten: list[bytes] = []
+    num_unwritten = 0
+    try:
+        with path.open("wb") as out:
+            while (message := await accepted.messages.next()) is not None:
+                data = message.chunk.data
+                received += len(data)
+                _check_chunk(message, received, announced)
+                unwritten.append(data)
+                num_unwritten += len(data)
+                if num_unwritten >= _WRITE_BYTES or received == announced:
+                    await asyncio.to_thread(out.writelines, unwritten)
+                    accepted.space.use(num_unwritten)
+                    unwritten, num_unwritten = [], 0
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Exhausted("the server ran out of disk space for this push", retry_after_s=60.0) from error
+        raise
+    if received != announced:
+        raise refuse("header.weights_bytes", f"the push ended after {received} of {announced} bytes; send it again")
+
+
+def _check_chunk(message: push_pb2.PushVersionRequest, received: int, announced: int) -> None:
+    if message.WhichOneof("part") != "chunk":
+        raise refuse("header", "appears twice; send it once, then chunks")
+    size = len(message.chunk.data)
+    if not 1 <= size <= MAX_CHUNK_BYTES:
+        raise refuse("chunk.data", f"has {size} bytes; send 1 to {MAX_CHUNK_BYTES}")
+    if received > announced:
+        raise refuse("chunk.data", f"brings the push to {received} bytes; the header announces {announced}")
+
+
+def _response(pushed: Pushed, receive_s: float) -> push_pb2.PushVersionResponse:
+    timings = push_pb2.PushTimings(
+        receive_time=wire.duration(receive_s),
+        pack_time=wire.duration(pushed.pack_s),
+        cache_time=wire.duration(pushed.cache_s),
+        load_time=wire.duration(pushed.load_s),
+        visible_time=wire.duration(receive_s + pushed.visible_s),
+        durable_time=wire.duration(receive_s + pushed.durable_s),
+    )
+    return push_pb2.PushVersionResponse(
+        adapter=wire.registered_message(pushed.registered), timings=timings, num_workers=len(pushed.worker_ids)
+    )

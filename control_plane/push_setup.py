@@ -1,0 +1,40 @@
+"""Builds the service that takes versions from training runs; called by server.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc.aio
+from motet.v1 import push_pb2_grpc
+
+from control_plane.adapters.life_cycle import AdapterLifeCycle
+from control_plane.adapters.pushes import Pushes
+from control_plane.api.admin.push import PushService
+from control_plane.api.admin.upload import UploadReceiver
+from control_plane.api.gate import DrainGate
+from control_plane.audit.audit_log import AuditLog
+from control_plane.config import ServerConfig
+from control_plane.fleet.fleet import Fleet
+from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.registry import Registry
+
+
+def push_part(
+    config: ServerConfig,
+    registry: Registry,
+    life_cycle: AdapterLifeCycle,
+    weights: AdapterWeights,
+    fleet: Fleet,
+    gate: DrainGate,
+    uploads: UploadReceiver,
+    audit: AuditLog,
+) -> tuple[Callable[[PushService, grpc.aio.Server], None], PushService]:
+    """The service, and the function that adds it to a server."""
+    service = PushService(
+        pushes=Pushes(registry=registry, life_cycle=life_cycle, weights=weights, fleet=fleet),
+        gate=gate,
+        uploads=uploads,
+        max_adapter_bytes=config.max_adapter_bytes,
+        audit=audit,
+    )
+    return push_pb2_grpc.add_PushServiceServicer_to_server, service
