@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor
-from motet.v1 import adapters_pb2, generation_pb2, status_pb2, types_pb2
+from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status_pb2, types_pb2
 
 from contract.v1 import plan_pb2
 
 PROTOS = Path(__file__).resolve().parents[1] / "protos"
-FILES = [module.DESCRIPTOR for module in (adapters_pb2, generation_pb2, plan_pb2, status_pb2, types_pb2)]
+FILES = [module.DESCRIPTOR for module in (adapters_pb2, generation_pb2, plan_pb2, push_pb2, status_pb2, types_pb2)]
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 
 # Slow admin work responds with an operation; its name is Google's.
