@@ -104,7 +104,7 @@ def test_the_matrix_sees_the_difference_where_a_tenant_uses_its_own_values(world
             matrix.whole_requests(method, world.nobodys, world.files),
             strict=True,
         ):
-            if method.endswith(("/DeleteAdapter", "/DeleteOperation", "/UpdateAdapter", "/Watch")):
+            if method.endswith(("/DeleteAdapter", "/DeleteOperation", "/RollbackAdapter", "/UpdateAdapter", "/Watch")):
                 continue  # would end or change what the other tests look for; does not end
             seen, of_control = world.call(WORD, method, mine), world.call(WORD, method, control)
             if with_nobodys(comparable(seen, method), world.other, world.nobodys) != comparable(of_control, method):
