@@ -24,10 +24,10 @@ from control_plane.caller import current_caller
 from control_plane.errors import AdapterNotActive
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
-from control_plane.registry.early_versions import Publish
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.records import AdapterRecord, Registered
 from control_plane.registry.registry import Registry
+from control_plane.registry.versions.early_versions import Publish
 from control_plane.registry.versions.record_changes import NO_ROLLOUT_CHANGE, RolloutChange
 from control_plane.registry.versions.rollout import AT_ONCE, VersionRollout
 from control_plane.signatures.verdict import SignatureVerdict

@@ -27,7 +27,6 @@ from control_plane.registry.blob_writer import BlobWriter
 from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.changes import Abandoned, Changes
 from control_plane.registry.documents import Documents
-from control_plane.registry.early_versions import Publish, show_and_store
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.new_version import Description, registered
@@ -45,6 +44,7 @@ from control_plane.registry.records import (
 from control_plane.registry.recovery import recover
 from control_plane.registry.signed_version import with_signature
 from control_plane.registry.store.artifact_store import MAX_LOCK_WAIT_S, ArtifactStore
+from control_plane.registry.versions.early_versions import Publish, show_and_store
 from control_plane.registry.versions.record_changes import (
     NO_ROLLOUT_CHANGE,
     Change,
@@ -194,7 +194,7 @@ class Registry:
 
         The same bytes again change nothing, but that they are active again, and whose signature they have. Cancelled
         before the change begins, nothing is registered; cancelled later, the change is made to its end before this
-        returns. `check_files` looks at the files before they are packed. `publish`: see early_versions.py.
+        returns. `check_files` looks at the files before they are packed. `publish`: see versions/early_versions.py.
         """
         violations = Violations()
         check_adapter_id(adapter_id, "adapter_id", violations)

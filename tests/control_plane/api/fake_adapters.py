@@ -13,11 +13,11 @@ from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudge
 from control_plane.host_cache.base import HostCacheStats
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.catalog import RegistryStats
-from control_plane.registry.early_versions import Publish
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.peft.packing import CheckFiles, take_as_they_are
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered, ResolvedAdapter
 from control_plane.registry.registry import Registry
+from control_plane.registry.versions.early_versions import Publish
 from control_plane.registry.versions.record_changes import NO_ROLLOUT_CHANGE, RolloutChange
 from control_plane.registry.versions.rollout import AT_ONCE, VersionRollout
 from control_plane.scheduler.types import AdapterRef
