@@ -99,6 +99,9 @@ if TYPE_CHECKING:
         AdapterTier as AdapterTier,
     )
     from motet.types import (
+        AdapterUse as AdapterUse,
+    )
+    from motet.types import (
         AdapterVersion as AdapterVersion,
     )
     from motet.types import (
@@ -177,8 +180,9 @@ _NAMES_BY_MODULE = {
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",
     "motet.types": (
-        "Adapter AdapterCanary AdapterPlacement AdapterState AdapterTier AdapterVersion AdapterVisibility BeamSearch "
-        "ChatMessage Chunk Completion Finished FinishReason Generation PushedVersion Registration RegistrationChange "
+        "Adapter AdapterCanary AdapterPlacement AdapterState AdapterTier AdapterUse AdapterVersion AdapterVisibility "
+        "BeamSearch ChatMessage Chunk Completion Finished FinishReason Generation PushedVersion Registration "
+        "RegistrationChange "
         "ServerStatus SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionRollout "
         "VersionSignature"
     ),

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from motet.adapters.uses import AdapterUses, Combination, combination_to, uses_to
 from motet.errors import invalid_field
 from motet.types import BeamSearch, ChatMessage
 from motet.v1 import generation_pb2, types_pb2
@@ -35,6 +36,8 @@ class GenerateOptions(SamplingOptions, total=False):
 
     adapter: str  # name of the adapter, also "name@number" or "name@label"; empty for the base model
     adapter_digest: str  # pins one version of it; empty for the active one, or the canary
+    adapters: AdapterUses  # instead of adapter: up to 4 that act together, {"a": 0.7, "b": 0.3}; or one with a scale
+    combination: Combination | None  # how adapters are combined, as PEFT does: "cat" (default) or "linear"
     routing_key: str  # requests with equal keys get the same one of active version and canary; at most 128 bytes
     max_tokens: int | None  # most tokens to generate
     n: int | None  # completions to return, each with its own index
@@ -62,6 +65,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         request_id=_text("request_id", options.get("request_id", "")),
         adapter=_text("adapter", options.get("adapter", "")),
         adapter_digest=_text("adapter_digest", options.get("adapter_digest", "")),
+        adapters=uses_to(options.get("adapters", ())),
+        combination=combination_to(options.get("combination")),
         routing_key=_text("routing_key", options.get("routing_key", "")),
         cache_salt=_text("cache_salt", options.get("cache_salt", "")),
         sampling=_sampling(options),
@@ -120,6 +125,10 @@ def repetition(
     resumed.request_id = started.request_id
     resumed.adapter = request.adapter.partition("@")[0]  # a label may point to another version meanwhile
     resumed.adapter_digest = started.adapter_digest
+    if request.adapters:
+        resumed.ClearField("adapters")
+        resumed.adapters.extend(started.adapters)
+        resumed.adapter_digest = ""
     _pin_unset(resumed.sampling, started.sampling)
     _pin_unset(resumed.stopping, started.stopping)
     resumed.sampling.ClearField("prompt_logprobs")  # returned already
@@ -137,7 +146,7 @@ def what_changed(
 
     None if they can be one stream.
     """
-    for field in ("adapter_digest", "model_fingerprint", "prompt_sha256", "prompt_tokens"):
+    for field in ("adapter_digest", "adapters", "model_fingerprint", "prompt_sha256", "prompt_tokens"):
         if getattr(later, field) != getattr(first, field):
             return field, getattr(later, field), getattr(first, field)
     for part in ("sampling", "stopping", "decoding"):

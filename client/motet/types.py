@@ -85,6 +85,15 @@ class Timings:
     total_time_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """One of the adapters that a request combines."""
+
+    name: str  # of the adapter, also "name@number" or "name@label"
+    scale: float = 1.0  # what its scaling is multiplied by, from -100 to 100
+    digest: str = ""  # pins one version of it; empty for the active one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(SamplingInEffect):
     """What the server made of the request. Known from the first chunk on.
@@ -108,6 +117,7 @@ class Started(SamplingInEffect):
     prompt_sha256: str = ""  # of the prompt's token ids, each as 4 bytes, least significant first
     render_time: datetime | None = None  # for a conversation: when its chat template was rendered, UTC
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where requested: the prompt's tokens from the second on
+    adapters: tuple[AdapterUse, ...] = ()  # of a request with `adapters`: full names, versions in use and scales
 
 
 @dataclass(frozen=True, slots=True)

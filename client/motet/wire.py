@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from motet import types
+from motet.adapters.uses import uses_from
 from motet.errors import invalid_field
 from motet.requests import enum_choices
 from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status, status_pb2, types_pb2
@@ -77,6 +78,7 @@ def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
         request_id=message.request_id,
         adapter=message.adapter,
         adapter_digest=message.adapter_digest,
+        adapters=uses_from(message),
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,
         queue_time_s=_seconds(message.queue_time),

@@ -108,4 +108,6 @@ def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: floa
         number=number,
         vocab_size=packed.num_tokens or 0,
         num_rows=packed.num_rows,
+        min_rank=packed.min_rank,
+        parts=packed.parts,
     )

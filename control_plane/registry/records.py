@@ -50,6 +50,10 @@ class AdapterVersion:
     number: int = 0  # counts up from 1 with the versions of the name; never given twice while the name exists
     vocab_size: int = 0  # tokens of its own vocabulary; 0: the base model's
     num_rows: int = 0  # rows of embedding and head that it replaces or adds
+    min_rank: int = 0  # of a module; 0: registered before it was kept
+    # Kinds of tensors that its modules have, as the packed layout calls them, sorted. What is no plain LoRA has further
+    # ones. Empty: registered before they were kept.
+    parts: tuple[str, ...] = ()
     signature: SignatureVerdict | None = None  # of the files that it was registered from; None: they had none
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
 
@@ -257,7 +261,10 @@ def _version(document: dict[str, Any]) -> AdapterVersion:
     modules = values.pop("target_modules")
     if isinstance(modules, list):
         modules = _module_names(modules)
-    return AdapterVersion(**values, target_modules=modules, signature=_signature(signed))
+    parts = tuple(values.pop("parts", ()))
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError("parts is not a list of names")
+    return AdapterVersion(**values, parts=parts, target_modules=modules, signature=_signature(signed))
 
 
 def _module_names(modules: list[Any]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from motet.cli.output import json_line, to_plain
 from motet.client import GenerationStream
 from motet.errors import invalid_field
 from motet.requests import GenerateOptions, Prompt, enum_choices
-from motet.types import BeamSearch, ChatMessage, Chunk, Completion
+from motet.types import AdapterUse, BeamSearch, ChatMessage, Chunk, Completion
 from motet.v1 import types_pb2
 from motet.v1.sampling import DESCRIPTIONS
 
@@ -35,7 +35,18 @@ def add_parser(commands: Subparsers) -> None:
         nargs="+",
         help="text to continue; several words are joined by single spaces; - reads it from standard input",
     )
-    parser.add_argument("--adapter", default="", metavar="NAME", help="adapter to use (default: the base model)")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME[=SCALE]",
+        help="adapter to use (default: the base model); given up to four times, they act together, each with its scale",
+    )
+    parser.add_argument(
+        "--combination",
+        choices=["cat", "linear"],
+        help="how several adapters are combined, in PEFT's words (default: cat)",
+    )
     parser.add_argument(
         "--adapter-digest",
         default="",
@@ -165,12 +176,30 @@ def _refuse_what_has_no_effect(arguments: argparse.Namespace) -> None:
             )
 
 
+def _adapters(arguments: argparse.Namespace) -> GenerateOptions:
+    """One plain adapter by its name; several adapters, or one with a scale, as uses."""
+    named: list[str] = arguments.adapter
+    if len(named) < 2 and not any("=" in name for name in named):
+        if arguments.combination:
+            raise invalid_field("--combination", "it needs two or more --adapter; leave it out")
+        return {"adapter": "".join(named), "adapter_digest": arguments.adapter_digest}
+    if arguments.adapter_digest:
+        raise invalid_field("--adapter-digest", "it goes with one plain --adapter; use NAME@NUMBER=SCALE")
+    uses = []
+    for name in named:
+        adapter, has_scale, scale = name.partition("=")
+        try:
+            uses.append(AdapterUse(adapter, float(scale) if has_scale else 1.0))
+        except ValueError:
+            raise invalid_field("--adapter", f"{name!r}: the scale is not a number; use NAME=0.7") from None
+    return {"adapters": uses, "combination": arguments.combination}
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     _refuse_what_has_no_effect(arguments)
     prompt = _prompt(arguments)
     options: GenerateOptions = {
-        "adapter": arguments.adapter,
-        "adapter_digest": arguments.adapter_digest,
+        **_adapters(arguments),
         "max_tokens": arguments.max_tokens,
         "stop": arguments.stop,
         "stop_token_ids": arguments.stop_token_id,
@@ -187,9 +216,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     given = {field.name: getattr(arguments, field.name) for field in _SAMPLING} | {"logit_bias": _logit_bias(arguments)}
     options.update(cast(GenerateOptions, given))
     with connect(arguments) as client:
-        if arguments.adapter_digest and arguments.adapter:
+        if arguments.adapter_digest and options.get("adapter"):
             options["adapter_digest"] = full_digest(
-                client, arguments.adapter, arguments.adapter_digest, field="--adapter-digest"
+                client, options["adapter"], arguments.adapter_digest, field="--adapter-digest"
             )
         # Leaving the `with`, by Ctrl-C too, cancels the request.
         with client.generate(prompt, timeout_s=arguments.timeout_s, **options) as stream:

@@ -4,6 +4,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from motet.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -11,8 +12,17 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Combination(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMBINATION_UNSPECIFIED: _ClassVar[Combination]
+    COMBINATION_CAT: _ClassVar[Combination]
+    COMBINATION_LINEAR: _ClassVar[Combination]
+COMBINATION_UNSPECIFIED: Combination
+COMBINATION_CAT: Combination
+COMBINATION_LINEAR: Combination
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority", "preconditions", "routing_key")
+    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority", "preconditions", "adapters", "combination", "routing_key")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +36,8 @@ class GenerateRequest(_message.Message):
     DECODING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PRECONDITIONS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    COMBINATION_FIELD_NUMBER: _ClassVar[int]
     ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter: str
@@ -40,8 +52,20 @@ class GenerateRequest(_message.Message):
     decoding: _types_pb2.DecodingParams
     priority: int
     preconditions: Preconditions
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterUse]
+    combination: Combination
     routing_key: str
-    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ..., preconditions: _Optional[_Union[Preconditions, _Mapping]] = ..., routing_key: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ..., preconditions: _Optional[_Union[Preconditions, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterUse, _Mapping]]] = ..., combination: _Optional[_Union[Combination, str]] = ..., routing_key: _Optional[str] = ...) -> None: ...
+
+class AdapterUse(_message.Message):
+    __slots__ = ("name", "digest", "scale")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    scale: float
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class Preconditions(_message.Message):
     __slots__ = ("model_fingerprint", "prompt_sha256")
@@ -62,7 +86,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerationStarted, _Mapping]] = ..., delta: _Optional[_Union[GenerationDelta, _Mapping]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ...) -> None: ...
 
 class GenerationStarted(_message.Message):
-    __slots__ = ("request_id", "adapter", "adapter_digest", "sampling", "stopping", "prompt_tokens", "cached_tokens", "queue_time", "decoding", "prompt_logprobs", "tenant", "model_fingerprint", "prompt_sha256", "render_time")
+    __slots__ = ("request_id", "adapter", "adapter_digest", "sampling", "stopping", "prompt_tokens", "cached_tokens", "queue_time", "decoding", "prompt_logprobs", "tenant", "model_fingerprint", "prompt_sha256", "render_time", "adapters")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +101,7 @@ class GenerationStarted(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SHA256_FIELD_NUMBER: _ClassVar[int]
     RENDER_TIME_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter: str
     adapter_digest: str
@@ -91,7 +116,8 @@ class GenerationStarted(_message.Message):
     model_fingerprint: str
     prompt_sha256: str
     render_time: _timestamp_pb2.Timestamp
-    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., tenant: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., prompt_sha256: _Optional[str] = ..., render_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterUse]
+    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., tenant: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., prompt_sha256: _Optional[str] = ..., render_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterUse, _Mapping]]] = ...) -> None: ...
 
 class GenerationDelta(_message.Message):
     __slots__ = ("index", "token_offset", "token_ids", "text", "completion_tokens", "logprobs")

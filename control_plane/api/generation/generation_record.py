@@ -68,13 +68,15 @@ class GenerationRecord:
         if self._audit.has_text:
             more["text"] = text = self._text()
             num_text_bytes = _size_of(text)
-        adapter = request.adapter
+        uses = self._stream.adapters
+        if len(uses) > 1 or any(use.scale != 1.0 for use in uses):
+            more["adapters"] = [{"name": use.name, "digest": use.digest, "scale": use.scale} for use in uses]
         self._audit.generation(
             self._caller,
             error,
             action=actions.GENERATE,
-            resource=BASE_MODEL if adapter is None else f"adapters/{self._checked.adapter_id}",
-            digest="" if adapter is None else adapter.digest,
+            resource=",".join(use.name for use in uses) or BASE_MODEL,
+            digest=",".join(use.digest for use in uses),
             request_id=self._stream.request_id,
             more=more,
             num_text_bytes=num_text_bytes,

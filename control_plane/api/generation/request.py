@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from motet.v1 import generation_pb2, types_pb2
 
+from control_plane.api.generation.adapter_uses import CheckedUses, check_uses
 from control_plane.api.generation.preconditions import check_preconditions
 from control_plane.api.generation.sampling_params import Decoding, check_decoding, check_sampling
 from control_plane.api.text.length_bound import prompt_too_long
-from control_plane.checks import Violations, check_digest, check_request_id, quoted, refuse
+from control_plane.checks import Violations, check_request_id, quoted, refuse
 from control_plane.errors import ContextTooLong, FieldViolation
 from control_plane.registry.versions.rollout import MAX_ROUTING_KEY_BYTES
-from control_plane.registry.versions.version_names import VersionName, version_name_of
 from control_plane.scheduler.types import Sampling
 
 DEFAULT_MAX_TOKENS = 128
@@ -39,9 +39,7 @@ class CheckedRequest:
     """A request that is well formed; the prompt is not tokenised yet."""
 
     client_request_id: str  # may be empty
-    adapter_id: str  # empty: the base model
-    adapter_version: str  # number or label of one of its versions; empty: none is named so
-    adapter_digest: str  # names the version where `adapter_version` does not
+    adapters: CheckedUses
     routing_key: str  # decides between the active version and the canary; empty: chance does
     text: str | None
     token_ids: tuple[int, ...] | None
@@ -60,11 +58,6 @@ class CheckedRequest:
     prompt_sha256: str  # the prompt that the request relies on; empty: any
 
     @property
-    def names_version(self) -> bool:
-        """Whether the client names one version of the adapter."""
-        return bool(self.adapter_version or self.adapter_digest)
-
-    @property
     def input_field(self) -> str:
         return "text" if self.text is not None else "chat" if self.messages is not None else "token_ids"
 
@@ -79,16 +72,10 @@ def check_request(
     _check_sizes(request, max_model_len)
     violations = Violations()
     check_request_id(request.request_id, "request_id", violations)
-    adapter = VersionName("")
-    if request.adapter:
-        adapter = version_name_of(request.adapter, request.adapter_digest, "adapter", violations)
+    adapters = check_uses(request, violations)
     num_key_bytes = len(request.routing_key.encode())
     if num_key_bytes > MAX_ROUTING_KEY_BYTES:
         violations.add("routing_key", f"has {num_key_bytes} bytes; use at most {MAX_ROUTING_KEY_BYTES}")
-    if request.adapter_digest:
-        check_digest(request.adapter_digest, "adapter_digest", violations)
-        if not request.adapter:
-            violations.add("adapter_digest", "is set without adapter; name the adapter too")
     if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
         violations.add(
             "cache_salt", f"has {len(request.cache_salt.encode())} bytes; use at most {MAX_CACHE_SALT_BYTES}"
@@ -114,9 +101,7 @@ def check_request(
     violations.raise_if_any()
     return CheckedRequest(
         client_request_id=request.request_id,
-        adapter_id=adapter.adapter_id,
-        adapter_version=adapter.selector,
-        adapter_digest=request.adapter_digest,
+        adapters=adapters,
         routing_key=request.routing_key or request.request_id,
         text=text,
         token_ids=token_ids,

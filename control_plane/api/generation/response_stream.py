@@ -112,7 +112,7 @@ class ResponseStream:
         self,
         *,
         client_request_id: str,
-        adapter_name: str,
+        adapters: Sequence[generation_pb2.AdapterUse],
         tenant: str,
         checked: CheckedRequest,
         model_fingerprint: str,
@@ -126,7 +126,7 @@ class ResponseStream:
         """`keeps_text`: `texts` has the completions at the end."""
         self.request_id = client_request_id
         self._texts: list[list[str]] | None = [[] for _ in range(checked.decoding.num_indices)] if keeps_text else None
-        self._adapter_name = adapter_name
+        self._adapters = adapters
         self._tenant = tenant
         self._checked = checked
         self._model_fingerprint = model_fingerprint
@@ -187,6 +187,11 @@ class ResponseStream:
         self._num_running = 0
         return [self._started(), self._finished(completion, 0)]
 
+    @property
+    def adapters(self) -> Sequence[generation_pb2.AdapterUse]:
+        """The adapters of the request with their versions; empty for the base model."""
+        return self._adapters
+
     async def take_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Add the log-probabilities of the prompt to `started`, in pieces. Call it before `take` of the same event."""
         num_at_once = max(MAX_LOGPROBS_AT_ONCE // (1 + len(logprobs[0].top)), 1)
@@ -244,8 +249,9 @@ class ResponseStream:
         message.started.MergeFrom(
             generation_pb2.GenerationStarted(
                 request_id=self.request_id,
-                adapter=self._adapter_name,
-                adapter_digest="" if self._request.adapter is None else self._request.adapter.digest,
+                adapter=self._adapters[0].name if len(self._adapters) == 1 else "",
+                adapter_digest=self._adapters[0].digest if len(self._adapters) == 1 else "",
+                adapters=self._adapters if checked.adapters.is_list else (),
                 sampling=sampling_message(checked.sampling, self._vocab_size),
                 stopping=types_pb2.StoppingParams(
                     max_tokens=self._request.max_tokens,

@@ -19,6 +19,7 @@ from motet.v1 import generation_pb2, generation_pb2_grpc
 
 from contract.rope_scaling import MAX_CONTEXT
 from control_plane.api.gate import DrainGate
+from control_plane.api.generation.adapter_uses import composition_of, named_uses
 from control_plane.api.generation.generation_record import GenerationRecord
 from control_plane.api.generation.preconditions import require_model, require_prompt, require_vocabulary
 from control_plane.api.generation.request import (
@@ -118,12 +119,15 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             self._codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
         resolved = self._resolved(checked, key)
-        max_model_len = self._max_model_len(0 if resolved is None else resolved.ref.context_length)
+        max_model_len = self._max_model_len(max((each.ref.context_length for each in resolved), default=0))
         render_time_s = self._render_time_s(checked)
         prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len, vocab_size)
-        if resolved is not None:
-            resolved = self._resolved_anew(resolved, key=None if checked.names_version else key)
-            require_vocabulary(vocab_size, resolved.ref.vocab_size or self._model.vocab_size)
+        resolved = [
+            self._resolved_anew(adapter, key=None if use.names_version else key)
+            for adapter, use in zip(resolved, checked.adapters.uses, strict=True)
+        ]
+        if len(resolved) == 1:
+            require_vocabulary(vocab_size, resolved[0].ref.vocab_size or self._model.vocab_size)
         require_prompt(checked.prompt_sha256, prompt)
         max_tokens = effective_max_tokens(checked, len(prompt), max_model_len)
         check_prompt_logprobs(checked, len(prompt))
@@ -133,7 +137,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             prompt_token_ids=tuple(prompt),
             max_tokens=max_tokens,
             generated_token_ids=checked.resume_from,
-            adapter=None if resolved is None else resolved.ref,
+            adapter=resolved[0].ref if resolved else None,
+            composition=composition_of(checked.adapters, resolved),
             sampling=_ranked_sampling(checked) if decoding.is_ranked else checked.sampling,
             stop_token_ids=stop_token_ids,
             cache_salt=checked.cache_salt,
@@ -152,8 +157,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 for response in stream.finished_by_resume():
                     yield response
                 return
-            if resolved is not None:
-                self._resolved_anew(resolved, key=None)
+            for adapter in resolved:
+                self._resolved_anew(adapter, key=None)
             job = record.job = self._fleet.submit(request)
             try:
                 async for event in job:
@@ -170,23 +175,23 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 job.cancel()
             raise MotetError(f"the stream of request {stream.request_id} ended without a finish reason")
 
-    def _resolved(self, checked: CheckedRequest, key: str) -> ResolvedAdapter | None:
-        """The adapter's version; None for the base model. Raises AdapterNotFound or PermissionDenied."""
-        if checked.adapter_id:
-            return self._registry.resolve(
-                checked.adapter_id, checked.adapter_digest, selector=checked.adapter_version, key=key
-            )
-        if not current_caller().principal.may_use(""):
+    def _resolved(self, checked: CheckedRequest, key: str) -> list[ResolvedAdapter]:
+        """The versions of the adapters; none for the base model. Raises AdapterNotFound or PermissionDenied."""
+        uses = checked.adapters.uses
+        if not uses and not current_caller().principal.may_use(""):
             raise PermissionDenied("adapter: this credential may not use the base model; name an adapter")
-        return None
+        return [self._registry.resolve(use.adapter_id, use.digest, selector=use.selector, key=key) for use in uses]
 
     def _vocab_size_of(self, message: generation_pb2.GenerateRequest, key: str) -> int:
         """Tokens that the request may name: its adapter's. The base model's where the adapter is not known."""
-        if not message.adapter:
+        named, digest = message.adapter, message.adapter_digest
+        if len(message.adapters) == 1:
+            named, digest = message.adapters[0].name, message.adapters[0].digest
+        if not named:
             return self._model.vocab_size
-        name = version_name_of(message.adapter, message.adapter_digest, "adapter", Violations())
+        name = version_name_of(named, digest, "adapter", Violations())
         try:
-            resolved = self._registry.resolve(name.adapter_id, message.adapter_digest, selector=name.selector, key=key)
+            resolved = self._registry.resolve(name.adapter_id, digest, selector=name.selector, key=key)
         except MotetError:
             return self._model.vocab_size  # the checks that follow say what is wrong
         return resolved.ref.vocab_size or self._model.vocab_size
@@ -208,7 +213,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self,
         checked: CheckedRequest,
         request: Request,
-        resolved: ResolvedAdapter | None,
+        resolved: Sequence[ResolvedAdapter],
         render_time_s: float | None,
         vocab_size: int,
     ) -> ResponseStream:
@@ -218,7 +223,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         logger.debug("request taken name=%s request_id=%d", request_id, request.request_id)
         return ResponseStream(
             client_request_id=request_id,
-            adapter_name="" if resolved is None else f"adapters/{resolved.adapter_id}",
+            adapters=named_uses(checked.adapters, resolved),
             tenant=request.tenant,
             checked=checked,
             model_fingerprint=self._model.fingerprint,

@@ -25,7 +25,7 @@ from control_plane.registry.adapter_files import CONFIG_FILE as CONFIG_FILE
 from control_plane.registry.adapter_files import PEFT, TRTLLM, AdapterFormat, format_of
 from control_plane.registry.adapter_files import WEIGHTS_FILE as WEIGHTS_FILE
 from control_plane.registry.model.base_model import BaseModel
-from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
+from control_plane.registry.model.served_modules import NOTHING_REPORTED, ModuleKind, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
 from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, TensorSource, write_chunk
 from control_plane.registry.peft.experts.tensors import expert_tensors
@@ -68,6 +68,8 @@ class PackedInfo:
     target_modules: tuple[str, ...]  # sorted; all experts of a layer are one (contract/expert_names.py)
     num_tokens: int | None = None  # of its own vocabulary; None: the base model's
     num_rows: int = 0  # rows of embedding and head that it replaces or adds
+    min_rank: int = 0  # of a module
+    parts: tuple[str, ...] = ()  # kinds of tensors that its modules have, sorted; "experts" where it is on experts
     signature: SignatureVerdict | None = None  # of the files that it was packed from; None: they have none
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
 
@@ -203,6 +205,8 @@ def _pack(
         chunks=tuple(chunks),
         kind=kind,
         max_rank=max((plan.rank for plan in modules), default=0),
+        min_rank=min((plan.rank for plan in modules), default=0),
+        parts=_parts(modules, has_rows=bool(row_sets)),
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
         arena_bytes=arena_bytes([plan.size for plan in modules], base_model.dtype, [part.size for part in row_sets]),
         target_modules=tuple(sorted({of_all(plan.name) for plan in modules} | {part.name for part in row_sets})),
@@ -233,6 +237,11 @@ def _pack_rows(
         own = {"name": part.chunk_name, "sha256": written.sha256, "size_bytes": written.size_bytes}
         described.append({"modules": [], "rows": [part.described(written.tensor_sha256)], **own})
     return described, chunks
+
+
+def _parts(modules: list[ModulePlan], *, has_rows: bool) -> tuple[str, ...]:
+    parts = {part.packed_name for plan in modules for part, _ in plan.tensors} | ({"rows"} if has_rows else set())
+    return tuple(sorted(parts | {"experts" for plan in modules if plan.kind is ModuleKind.EXPERT}))
 
 
 def _tensors(plan: ModulePlan, dtype: str) -> list[PackedTensor]:

@@ -37,6 +37,8 @@ def adapter_version(digest: str, *, number: int = 1) -> AdapterVersion:
         target_modules=("model.layers.0.self_attn.q_proj",),
         create_time_s=1.5,
         number=number,
+        min_rank=8,
+        parts=("a", "b"),
     )
 
 

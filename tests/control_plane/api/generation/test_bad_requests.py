@@ -35,6 +35,10 @@ def beams(**fields: Any) -> generation_pb2.GenerateRequest:
     return request(decoding={"beam_search": {"width": 2}}, **fields)
 
 
+def uses(*adapters: dict[str, Any], **fields: Any) -> generation_pb2.GenerateRequest:
+    return request(adapters=[generation_pb2.AdapterUse(**each) for each in adapters], **fields)
+
+
 BAD: dict[str, tuple[generation_pb2.GenerateRequest, str]] = {
     "no input": (generation_pb2.GenerateRequest(), "input"),
     "empty text": (request(text=""), "text"),
@@ -122,6 +126,18 @@ BAD: dict[str, tuple[generation_pb2.GenerateRequest, str]] = {
     "two dots": (request(adapter="a..b"), "adapter"),
     "bad digest": (request(adapter="x", adapter_digest="zz"), "adapter_digest"),
     "digest without adapter": (request(adapter_digest=DIGEST), "adapter_digest"),
+    "adapter and adapters": (uses({"name": "x"}, adapter="y"), "adapters"),
+    "five adapters": (uses(*({"name": name} for name in "abcde")), "adapters"),
+    "path in adapters": (uses({"name": "a"}, {"name": "../b"}), "adapters[1].name"),
+    "adapter without a name": (uses({"scale": 1.0}), "adapters[0].name"),
+    "bad digest in adapters": (uses({"name": "a", "digest": "zz"}), "adapters[0].digest"),
+    "an adapter twice": (uses({"name": "a"}, {"name": "adapters/a", "scale": 2.0}), "adapters[1].name"),
+    "scale nan": (uses({"name": "a", "scale": float("nan")}), "adapters[0].scale"),
+    "scale inf": (uses({"name": "a", "scale": float("-inf")}), "adapters[0].scale"),
+    "large scale": (uses({"name": "a", "scale": 100.5}), "adapters[0].scale"),
+    "unknown combination": (uses({"name": "a"}, {"name": "b"}, combination=9), "combination"),
+    "combination of one adapter": (uses({"name": "a"}, combination=2), "combination"),
+    "combination without adapters": (request(adapter="a", combination=1), "combination"),
     "long request id": (request(request_id="r" * 129), "request_id"),
     "control character": (request(request_id="a\nb"), "request_id"),
     "long salt": (request(cache_salt="é" * 65), "cache_salt"),
