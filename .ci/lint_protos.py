@@ -22,8 +22,8 @@ lint:
   use: [STANDARD, COMMENTS]
   ignore: [protos/google]
   ignore_only:
-    RPC_RESPONSE_STANDARD_NAME: [protos/motet/v1/adapters.proto]
-    RPC_REQUEST_RESPONSE_UNIQUE: [protos/motet/v1/adapters.proto]
+    RPC_RESPONSE_STANDARD_NAME: [protos/motet/v1/adapters.proto, protos/motet/v1/verify.proto]
+    RPC_REQUEST_RESPONSE_UNIQUE: [protos/motet/v1/adapters.proto, protos/motet/v1/verify.proto]
 """
 
 

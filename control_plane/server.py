@@ -44,7 +44,7 @@ from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import health, status
-from control_plane.api.admin import adapters, operations, push
+from control_plane.api.admin import adapters, operations, push, verification
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
@@ -61,7 +61,6 @@ from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.host_cache_setup import open_host_cache
-from control_plane.push_setup import push_part
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.packing.ingest_pool import IngestPool
@@ -70,6 +69,7 @@ from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.store import StoreUrlError
 from control_plane.signatures.verifier import open_verifier
 from control_plane.store_calls import StoreCalls
+from control_plane.version_services import push_part, verification_part
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ T = TypeVar("T")
 
 # How long the last messages of ended streams may take to leave, after the drain.
 CLOSE_GRACE_S = 1.0
-_REFLECTED = (generation, adapters, push, status, operations, health)
+_REFLECTED = (generation, adapters, push, verification, status, operations, health)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,6 +202,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         push_part(config, registry, life_cycle, weights, fleet, gate, uploads, audit),
+        verification_part(config, base_model, registry, weights, fleet, operation_store, gate, audit),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
         (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store, audit)),
         health_part,
@@ -212,8 +213,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     _start(watcher, stack)
     client_address = listeners.bind(clients, config.listen, transport.client_credentials)
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
-    await clients.start()
-    await workers.start()
+    await asyncio.gather(clients.start(), workers.start())
     _begin(stack, _restore(life_cycle), Keeper(registry, life_cycle, fleet.unloads.has_requests).run())
 
     async def drain(timeout_s: float) -> None:

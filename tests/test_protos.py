@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor
-from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status_pb2, types_pb2
+from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status_pb2, types_pb2, verify_pb2
 
 from contract.v1 import plan_pb2
 
 PROTOS = Path(__file__).resolve().parents[1] / "protos"
-FILES = [module.DESCRIPTOR for module in (adapters_pb2, generation_pb2, plan_pb2, push_pb2, status_pb2, types_pb2)]
+MODULES = (adapters_pb2, generation_pb2, plan_pb2, push_pb2, status_pb2, types_pb2, verify_pb2)
+FILES = [module.DESCRIPTOR for module in MODULES]
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 
 # Slow admin work responds with an operation; its name is Google's.
 OPERATION = "google.longrunning.Operation"
-OPERATION_METHODS = {"CreateAdapter", "DeleteAdapter", "DeleteAdapterVersion"}
+OPERATION_METHODS = {"VerifyVersion", "CreateAdapter", "DeleteAdapter", "DeleteAdapterVersion"}
 
 _DECLARATION = re.compile(
     r"\s*(service|rpc|message|enum|oneof|repeated|optional|map<|[\w.]+ \w+ = \d+|[A-Z_0-9]+ = \d+)"

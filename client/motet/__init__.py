@@ -164,6 +164,9 @@ if TYPE_CHECKING:
     from motet.types import (
         VersionSignature as VersionSignature,
     )
+    from motet.types import (
+        VersionVerification as VersionVerification,
+    )
 
 __version__ = "0.1.0"
 
@@ -184,7 +187,7 @@ _NAMES_BY_MODULE = {
         "BeamSearch ChatMessage Chunk Completion Finished FinishReason Generation PushedVersion Registration "
         "RegistrationChange "
         "ServerStatus SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionRollout "
-        "VersionSignature"
+        "VersionSignature VersionVerification"
     ),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from motet.errors import MotetError, error_from_status, invalid_field
 from motet.types import Adapter, AdapterVersion, AdapterVisibility, ServerStatus, VersionRollout
-from motet.v1 import adapters_pb2, generation_pb2, status_pb2
+from motet.v1 import adapters_pb2, generation_pb2, status_pb2, types_pb2, verify_pb2
 from motet.wire import adapter_from, rollout_message, status_from, version_from, visibility_message
 
 T = TypeVar("T")
@@ -202,6 +202,20 @@ def delete_adapter(name: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
 def delete_version(name: str, digest: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
     request = adapters_pb2.DeleteAdapterVersionRequest(name=resource_name(name), digest=digest, etag=etag)
     return _operation_call(_ADAPTERS + "DeleteAdapterVersion", request, is_repeatable=False)
+
+
+def verify_version(name: str, digest: str, prompts: Sequence[Sequence[int]]) -> UnaryCall[operations_pb2.Operation]:
+    request = verify_pb2.VerifyVersionRequest(
+        name=resource_name(name), digest=digest, prompts=[types_pb2.TokenIds(ids=prompt) for prompt in prompts]
+    )
+    return _operation_call("/motet.v1.VerificationService/VerifyVersion", request, is_repeatable=False)
+
+
+def verified_version(operation: operations_pb2.Operation) -> AdapterVersion:
+    """The version that an ended verification is about."""
+    adapter = adapters_pb2.Adapter()
+    operation.response.Unpack(adapter)
+    return version_from(adapter.registration.version)
 
 
 def get_operation(name: str) -> UnaryCall[operations_pb2.Operation]:

@@ -249,6 +249,7 @@ class AdapterVersion:
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
     vocab_size: int | None = None  # tokens of its own vocabulary; None: the base model's
     num_rows: int = 0  # rows of embedding and head that it replaces or adds
+    verification: VersionVerification | None = None  # the last one; None: there was none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +309,20 @@ class Adapter:
     keep_versions: int = 0  # how many of the newest versions are kept; 0: all
     expire_time: datetime | None = None  # when the server deletes it, UTC; None: never
     previous_digests: tuple[str, ...] = ()  # versions that were active before, the latest first
+
+
+@dataclass(frozen=True, slots=True)
+class VersionVerification:
+    """Served log-probabilities of a version against those of merged float32 weights."""
+
+    passed: bool  # largest_error <= tolerance
+    tolerance: float  # natural logarithm, as the following ones
+    largest_error: float
+    largest_effect: float  # what the adapter changes; not above the tolerance: these prompts show nothing
+    num_prompts: int
+    num_logprobs: int  # that were compared
+    verify_time: datetime | None  # UTC
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,6 +233,20 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         context_length=message.context_length,
         vocab_size=message.vocab_size or None,
         num_rows=message.num_rows,
+        verification=_verification_from(message.verification) if message.HasField("verification") else None,
+    )
+
+
+def _verification_from(message: adapters_pb2.VersionVerification) -> types.VersionVerification:
+    return types.VersionVerification(
+        passed=message.verdict == adapters_pb2.VERIFICATION_VERDICT_PASSED,
+        tolerance=message.tolerance,
+        largest_error=message.largest_error,
+        largest_effect=message.largest_effect,
+        num_prompts=message.num_prompts,
+        num_logprobs=message.num_logprobs,
+        verify_time=_time(message.verify_time),
+        duration_s=message.duration_s,
     )
 
 

@@ -14,6 +14,7 @@ from control_plane.api.rollout_fields import add_rollout
 from control_plane.caller import current_caller
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered
 from control_plane.registry.versions.rollout import NO_ROLLOUT
+from control_plane.registry.versions.verification import Verification
 from control_plane.scheduler.types import FinishReason, TokenLogprobs
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 
@@ -82,6 +83,21 @@ def version_message(
         version_labels=labels,
         vocab_size=version.vocab_size,
         num_rows=version.num_rows,
+        verification=None if version.verification is None else _verification_message(version.verification),
+    )
+
+
+def _verification_message(found: Verification) -> adapters_pb2.VersionVerification:
+    passed, failed = adapters_pb2.VERIFICATION_VERDICT_PASSED, adapters_pb2.VERIFICATION_VERDICT_FAILED
+    return adapters_pb2.VersionVerification(
+        verdict=passed if found.is_passed else failed,
+        tolerance=found.tolerance,
+        largest_error=found.largest_error,
+        largest_effect=found.largest_effect,
+        num_prompts=found.num_prompts,
+        num_logprobs=found.num_logprobs,
+        verify_time=timestamp(found.verify_time_s),
+        duration_s=found.duration_s,
     )
 
 

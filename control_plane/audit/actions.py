@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 UPLOAD = "adapter.upload"
 PUSH = "adapter.push"
+VERIFY = "adapter.verify"
 CREATE = "adapter.create"
 UPDATE = "adapter.update"
 ACTIVATE = "adapter.activate"
@@ -28,6 +29,7 @@ SUPPRESSED = "refusals.suppressed"
 CHANGES: Mapping[str, str] = {
     "/motet.v1.AdapterService/UploadAdapter": UPLOAD,
     "/motet.v1.PushService/PushVersion": PUSH,
+    "/motet.v1.VerificationService/VerifyVersion": VERIFY,
     "/motet.v1.AdapterService/CreateAdapter": CREATE,
     "/motet.v1.AdapterService/UpdateAdapter": UPDATE,
     "/motet.v1.AdapterService/ActivateAdapterVersion": ACTIVATE,

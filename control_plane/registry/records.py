@@ -16,6 +16,7 @@ from typing import Any
 from control_plane.access.tenant_names import is_tenant
 from control_plane.access.visibility import NOBODYS, Ownership, Visibility
 from control_plane.registry.versions.rollout import NO_ROLLOUT, Rollout, decode_rollout, encode_rollout
+from control_plane.registry.versions.verification import Verification, verification_of
 from control_plane.scheduler.types import AdapterRef
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 
@@ -56,6 +57,7 @@ class AdapterVersion:
     parts: tuple[str, ...] = ()
     signature: SignatureVerdict | None = None  # of the files that it was registered from; None: they had none
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
+    verification: Verification | None = None  # the last one; None: there was none
 
     @property
     def ref(self) -> AdapterRef:
@@ -128,7 +130,7 @@ class StoredRecord:
 
 # Fields of a record that its document does not have: found out, in documents of their own, or as several members.
 _NOT_STORED = frozenset({"state", "state_reason", "versions", "ownership", "rollout"})
-_SIGNED, _METHOD = frozenset({"signature"}), frozenset({"method"})
+_SIGNED, _METHOD = frozenset({"signature", "verification"}), frozenset({"method"})
 _MODULES_KEY = b'"target_modules": ['
 # Lists of modules by themselves, so that versions of the same modules share one; see _module_names.
 _KNOWN_MODULES: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -167,6 +169,8 @@ def encode_version(version: AdapterVersion) -> bytes:
         del document["signature"]
     else:
         document["signature"]["method"] = version.signature.method.value
+    if version.verification is None:
+        del document["verification"]
     return json.dumps(document, sort_keys=True).encode()
 
 
@@ -256,7 +260,7 @@ def _ownership(document: dict[str, Any]) -> Ownership:
 
 
 def _version(document: dict[str, Any]) -> AdapterVersion:
-    signed = document.pop("signature", None)
+    signed, verified = document.pop("signature", None), document.pop("verification", None)
     values = _checked(AdapterVersion, document, skip=_SIGNED)
     modules = values.pop("target_modules")
     if isinstance(modules, list):
@@ -264,7 +268,13 @@ def _version(document: dict[str, Any]) -> AdapterVersion:
     parts = tuple(values.pop("parts", ()))
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("parts is not a list of names")
-    return AdapterVersion(**values, parts=parts, target_modules=modules, signature=_signature(signed))
+    return AdapterVersion(
+        **values,
+        parts=parts,
+        target_modules=modules,
+        signature=_signature(signed),
+        verification=verification_of(verified),
+    )
 
 
 def _module_names(modules: list[Any]) -> tuple[str, ...]:

@@ -59,6 +59,7 @@ from control_plane.registry.versions.record_changes import (
     without_version,
 )
 from control_plane.registry.versions.rollout import AT_ONCE, VersionRollout
+from control_plane.registry.versions.verified_versions import VerifiedVersions
 from control_plane.registry.versions.version_names import VersionName
 from control_plane.store_calls import StoreCalls
 
@@ -91,6 +92,7 @@ class Registry:
         self._changes = Changes(calls)
         self._clock = clock  # wall clock, seconds
         self._prefixes = prefixes
+        self.verified = VerifiedVersions(self._documents, catalog, self._changes, clock)
 
     @classmethod
     async def open(

@@ -97,6 +97,18 @@ class AsyncAdapters:
         )
         return await self._client.upload(push, timeout_s)
 
+    async def verify(
+        self, name: str, digest: str = "", *, prompts: Sequence[Sequence[int]] = (), timeout_s: float = 1800.0
+    ) -> AdapterVersion:
+        """Compare what is served of a version with merged float32 weights, and store the verdict with the version.
+
+        An empty digest is the active version. `prompts`, lists of token ids, are compared beside those that the server
+        draws. The result is in `verification`, also where it did not pass.
+        """
+        call = calls.verify_version(name, digest, prompts)
+        operation = await self._client.wait_operation(await self._client.send(call), timeout_s)
+        return calls.verified_version(operation)
+
     async def register_from_root(
         self,
         name: str,

@@ -9,6 +9,7 @@ from motet.cli import exits, rollouts
 from motet.cli.context import Subparsers, connect, server_option
 from motet.cli.digests import SHORT_DIGITS, VERSION_HELP, full_digest
 from motet.cli.output import json_line, size, table
+from motet.cli.versions import verification
 from motet.errors import invalid_field
 from motet.types import Adapter, AdapterTier, AdapterVersion, AdapterVisibility, RegistrationChange
 
@@ -35,6 +36,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_ownership(add)
     rollouts.add_registration_options(add)
     add.add_argument("--check", action="store_true", help="check in full, store nothing")
+    verification.add_option(add)
     add.set_defaults(run=_add)
     update = action("update", "change its description, or who sees it")
     update.add_argument("name", metavar="NAME")
@@ -44,6 +46,7 @@ def add_parser(commands: Subparsers) -> None:
     rollouts.add_update_options(update)
     update.set_defaults(run=_update)
     rollouts.add_actions(action)
+    verification.add_action(action)
     action("list", "all adapters that the caller sees").set_defaults(run=_list)
     for name, help_text, run in (
         ("get", "one adapter in full", _get),
@@ -111,10 +114,12 @@ def _add(arguments: argparse.Namespace) -> int:
             visibility=_visibility(arguments),
             shared_with=arguments.share_with or (),
             owner=arguments.owner or "",
-            rollout=rollouts.registration_of(arguments),
+            rollout=verification.held_back(rollouts.registration_of(arguments), arguments),
             validate_only=arguments.check,
             progress=_show_progress if sys.stderr.isatty() else None,
         )
+        if arguments.verify and not arguments.check:
+            return verification.finish_adding(client, adapter, arguments)
     if arguments.json:
         print(json_line(adapter))
     else:
@@ -298,10 +303,11 @@ def _versions(arguments: argparse.Namespace) -> int:
         (
             *(v.number, v.digest, v.kind, v.max_rank, v.dtype, size(v.size_bytes), v.create_time or ""),
             ", ".join(v.version_labels),
+            verification.word(v),
         )
         for v in versions
     ]
-    print(table(("NUMBER", "DIGEST", "KIND", "RANK", "DTYPE", "SIZE", "CREATED", "LABELS"), rows))
+    print(table(("NUMBER", "DIGEST", "KIND", "RANK", "DTYPE", "SIZE", "CREATED", "LABELS", "VERIFIED"), rows))
     return exits.OK
 
 

@@ -49,6 +49,12 @@ class SignatureMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SIGNATURE_METHOD_UNSPECIFIED: _ClassVar[SignatureMethod]
     SIGNATURE_METHOD_KEY: _ClassVar[SignatureMethod]
     SIGNATURE_METHOD_CERTIFICATE: _ClassVar[SignatureMethod]
+
+class VerificationVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERIFICATION_VERDICT_UNSPECIFIED: _ClassVar[VerificationVerdict]
+    VERIFICATION_VERDICT_PASSED: _ClassVar[VerificationVerdict]
+    VERIFICATION_VERDICT_FAILED: _ClassVar[VerificationVerdict]
 ADAPTER_VISIBILITY_UNSPECIFIED: AdapterVisibility
 ADAPTER_VISIBILITY_PRIVATE: AdapterVisibility
 ADAPTER_VISIBILITY_SHARED: AdapterVisibility
@@ -71,6 +77,9 @@ REGISTRATION_CHANGE_VERSION_STAGED: RegistrationChange
 SIGNATURE_METHOD_UNSPECIFIED: SignatureMethod
 SIGNATURE_METHOD_KEY: SignatureMethod
 SIGNATURE_METHOD_CERTIFICATE: SignatureMethod
+VERIFICATION_VERDICT_UNSPECIFIED: VerificationVerdict
+VERIFICATION_VERDICT_PASSED: VerificationVerdict
+VERIFICATION_VERDICT_FAILED: VerificationVerdict
 
 class VersionSignature(_message.Message):
     __slots__ = ("signer", "method", "key_fingerprint", "verify_time", "subject")
@@ -187,7 +196,7 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[AdapterState, str]] = ..., state_reason: _Optional[str] = ..., active_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., pinned: bool = ..., placements: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., owner: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., version_labels: _Optional[_Mapping[str, str]] = ..., canary: _Optional[_Union[AdapterCanary, _Mapping]] = ..., keep_versions: _Optional[int] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., previous_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number", "signature", "vocab_size", "num_rows", "version_labels", "context_length")
+    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number", "signature", "vocab_size", "num_rows", "version_labels", "context_length", "verification")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MAX_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +210,7 @@ class AdapterVersion(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     VERSION_LABELS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     digest: str
     kind: str
     max_rank: int
@@ -214,7 +224,28 @@ class AdapterVersion(_message.Message):
     num_rows: int
     version_labels: _containers.RepeatedScalarFieldContainer[str]
     context_length: int
-    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., signature: _Optional[_Union[VersionSignature, _Mapping]] = ..., vocab_size: _Optional[int] = ..., num_rows: _Optional[int] = ..., version_labels: _Optional[_Iterable[str]] = ..., context_length: _Optional[int] = ...) -> None: ...
+    verification: VersionVerification
+    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., signature: _Optional[_Union[VersionSignature, _Mapping]] = ..., vocab_size: _Optional[int] = ..., num_rows: _Optional[int] = ..., version_labels: _Optional[_Iterable[str]] = ..., context_length: _Optional[int] = ..., verification: _Optional[_Union[VersionVerification, _Mapping]] = ...) -> None: ...
+
+class VersionVerification(_message.Message):
+    __slots__ = ("verdict", "tolerance", "largest_error", "largest_effect", "num_prompts", "num_logprobs", "verify_time", "duration_s")
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_EFFECT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_TIME_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    verdict: VerificationVerdict
+    tolerance: float
+    largest_error: float
+    largest_effect: float
+    num_prompts: int
+    num_logprobs: int
+    verify_time: _timestamp_pb2.Timestamp
+    duration_s: float
+    def __init__(self, verdict: _Optional[_Union[VerificationVerdict, str]] = ..., tolerance: _Optional[float] = ..., largest_error: _Optional[float] = ..., largest_effect: _Optional[float] = ..., num_prompts: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., verify_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
     __slots__ = ("adapter_id", "display_name", "labels", "files", "validate_only", "request_id", "visibility", "shared_with", "owner", "rollout")

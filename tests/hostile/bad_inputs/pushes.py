@@ -1,4 +1,4 @@
-"""PushService.PushVersion: headers, and every way to break the order of a push."""
+"""PushService.PushVersion: headers, and every way to break the order of a push. VerificationService.VerifyVersion."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from motet.v1 import push_pb2 as pb
+from motet.v1 import verify_pb2
 
 from tests.hostile.bad_inputs import names
 from tests.hostile.bad_inputs.case import INVALID, OK, Case, short
 from tests.hostile.bad_inputs.facts import CONFIG_FILE, MAX_ADAPTER_BYTES, MAX_CHUNK_BYTES, WEIGHTS_FILE, Facts
 
 PUSH = "/motet.v1.PushService/PushVersion"
+VERIFY = "/motet.v1.VerificationService/VerifyVersion"
 U64 = 2**64 - 1
 Request = pb.PushVersionRequest
 
@@ -56,6 +58,24 @@ def cases(facts: Facts) -> Iterator[Case]:
     for config, field in ((b"{", CONFIG_FILE), (b"[]", CONFIG_FILE), (b'{"peft_type": "IA3"}', "peft_type")):
         yield case(f"config {short(config)}", push(files, config=config), fields=(field,), reason="ADAPTER_INVALID")
     yield from _orders(files)
+    yield from _verifications()
+
+
+def _verifications() -> Iterator[Case]:
+    """VerificationService.VerifyVersion. A process starts for none of them."""
+
+    def verify(what: str, field: str, **fields: Any) -> Case:
+        message = verify_pb2.VerifyVersionRequest(**({"name": "adapters/good"} | fields))
+        encoded = (message.SerializeToString(),)
+        return Case(name=f"VerifyVersion: {what}", method=VERIFY, messages=encoded, fields=(field,))
+
+    for name in names.BAD_RESOURCES:
+        yield verify(f"name = {short(name)}", "name", name=name)
+    for digest in names.BAD_DIGESTS:
+        yield verify(f"digest = {short(digest)}", "digest", digest=digest)
+    for ids in ([], [1], [1] * 1025, [1, 2**32 - 1]):
+        yield verify(f"a prompt of {len(ids)} tokens", "prompts[0].ids", prompts=[{"ids": ids}])
+    yield verify("65 prompts", "prompts", prompts=[{"ids": [1, 2]}] * 65)
 
 
 def _orders(files: dict[str, bytes]) -> Iterator[Case]:

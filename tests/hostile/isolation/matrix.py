@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status_pb2
+from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status_pb2, verify_pb2
 
 from tests.control_plane.api.rpc.test_callers import CLIENT_METHODS
 from tests.hostile.isolation.things import Things
@@ -139,6 +139,10 @@ _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] 
     "Generate": _generate,
     "UploadAdapter": _upload,
     "PushVersion": _push,
+    # Of a version that nobody has, so that no process starts.
+    "VerifyVersion": lambda things, _files: [
+        [verify_pb2.VerifyVersionRequest(name=f"adapters/{things.adapter_id}", digest="0" * 64)]
+    ],
     "CreateAdapter": lambda things, _files: [
         [adapters_pb2.CreateAdapterRequest(adapter_id=things.adapter_id, source="root/dir")]
     ],

@@ -1,21 +1,25 @@
-"""Builds the service that takes versions from training runs; called by server.py."""
+"""Builds the services that take versions from training runs and verify versions; called by server.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import grpc.aio
-from motet.v1 import push_pb2_grpc
+from motet.v1 import push_pb2_grpc, verify_pb2_grpc
 
 from control_plane.adapters.life_cycle import AdapterLifeCycle
+from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.pushes import Pushes
+from control_plane.adapters.verifier import Verifier
 from control_plane.api.admin.push import PushService
 from control_plane.api.admin.upload import UploadReceiver
+from control_plane.api.admin.verification import VerificationService
 from control_plane.api.gate import DrainGate
 from control_plane.audit.audit_log import AuditLog
 from control_plane.config import ServerConfig
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.registry import Registry
 
 
@@ -38,3 +42,28 @@ def push_part(
         audit=audit,
     )
     return push_pb2_grpc.add_PushServiceServicer_to_server, service
+
+
+def verification_part(
+    config: ServerConfig,
+    base_model: BaseModel,
+    registry: Registry,
+    weights: AdapterWeights,
+    fleet: Fleet,
+    operations: OperationStore,
+    gate: DrainGate,
+    audit: AuditLog,
+) -> tuple[Callable[[VerificationService, grpc.aio.Server], None], VerificationService]:
+    """The service, and the function that adds it to a server."""
+    verifier = Verifier(
+        model_dir=config.model_dir,
+        work_dir=config.data_dir / "verifications",
+        base_model=base_model,
+        registry=registry,
+        weights=weights,
+        fleet=fleet,
+        operations=operations,
+        audit=audit,
+    )
+    service = VerificationService(verifier, gate, base_model.vocab_size)
+    return verify_pb2_grpc.add_VerificationServiceServicer_to_server, service

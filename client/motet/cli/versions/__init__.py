@@ -1,0 +1,1 @@
+"""Actions of `motet adapters` on the versions of a name."""

@@ -1,0 +1,58 @@
+"""VerificationService: starts verifications of versions as operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+# googleapis-common-protos ships no py.typed marker.
+from google.longrunning import operations_pb2
+from motet.v1 import verify_pb2, verify_pb2_grpc
+
+from control_plane.adapters.verifier import Verifier
+from control_plane.api.admin.operations import operation_message
+from control_plane.api.admin.resource_names import adapter_id_in
+from control_plane.api.gate import DrainGate
+from control_plane.checks import Violations, check_digest
+
+SERVICE_NAME = verify_pb2.DESCRIPTOR.services_by_name["VerificationService"].full_name
+MAX_PROMPTS = 64
+MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 2, 1024
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class VerificationService(verify_pb2_grpc.VerificationServiceServicer):
+    """See protos/motet/v1/verify.proto."""
+
+    def __init__(self, verifier: Verifier, gate: DrainGate, vocab_size: int) -> None:
+        self._verifier = verifier
+        self._gate = gate
+        self._vocab_size = vocab_size
+
+    # ruff: noqa: N802 - the stub names the method
+
+    async def VerifyVersion(
+        self, request: verify_pb2.VerifyVersionRequest, _context: Context
+    ) -> operations_pb2.Operation:
+        """Check the request, then begin."""
+        self._gate.check()
+        adapter_id, violations = adapter_id_in(request.name), Violations()
+        if request.digest:
+            check_digest(request.digest, "digest", violations)
+        if len(request.prompts) > MAX_PROMPTS:
+            violations.add("prompts", f"has {len(request.prompts)} prompts; send at most {MAX_PROMPTS}")
+            violations.raise_if_any()
+        for index, prompt in enumerate(request.prompts):
+            if not MIN_PROMPT_TOKENS <= len(prompt.ids) <= MAX_PROMPT_TOKENS:
+                violations.add(
+                    f"prompts[{index}].ids",
+                    f"has {len(prompt.ids)} tokens; send {MIN_PROMPT_TOKENS} to {MAX_PROMPT_TOKENS}",
+                )
+            elif max(prompt.ids) >= self._vocab_size:
+                violations.add(
+                    f"prompts[{index}].ids", f"has {max(prompt.ids)}; token ids are below {self._vocab_size}"
+                )
+        violations.raise_if_any()
+        prompts = [list(prompt.ids) for prompt in request.prompts]
+        return operation_message(self._verifier.start(adapter_id, request.digest, prompts))
