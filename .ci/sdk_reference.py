@@ -21,6 +21,15 @@ SECTIONS = {  # heading: the exported names below it; a name that is in none goe
     "Clients": ("Client", "AsyncClient", "RetryPolicy"),
     "Adapters": ("Adapters", "AsyncAdapters"),
     "Generation": ("GenerateOptions", "ChatMessage", "BeamSearch", "GenerationStream", "AsyncGenerationStream"),
+    "Embeddings and classes": (
+        "PoolingOptions",
+        "Pooling",
+        "ProblemType",
+        "Embeddings",
+        "Embedding",
+        "Classifications",
+        "Classification",
+    ),
     "Results": (),
     "Errors": (),
 }
@@ -48,7 +57,7 @@ def reference() -> str:
     modules = exported_names()
     classes = {
         node.name: (node, source.splitlines())
-        for folder in (PACKAGE, PACKAGE / "adapters", PACKAGE / "v1")
+        for folder in (PACKAGE, PACKAGE / "adapters", PACKAGE / "pooling", PACKAGE / "v1")
         for path in sorted(folder.glob("*.py"))
         if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
         for source in [path.read_text("utf-8")]

@@ -141,6 +141,12 @@ class AdapterNotServed(MotetError):
     reason = "ADAPTER_NOT_SERVED"
 
 
+class PoolingNotServed(MotetError):
+    """The base model, or the adapter, has no vectors of the kind that is requested."""
+
+    reason = "POOLING_NOT_SERVED"
+
+
 class AdapterTooLarge(MotetError):
     """The adapter does not fit the adapter memory of any worker."""
 
@@ -323,6 +329,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     NoFormerVersion: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterDamaged: grpc.StatusCode.DATA_LOSS,
     AdapterNotServed: grpc.StatusCode.FAILED_PRECONDITION,
+    PoolingNotServed: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     BaseModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,

@@ -25,7 +25,7 @@ from google.longrunning import operations_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from motet import __version__
 from motet.command_line import WRONG_COMMAND_LINE, Parser
-from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
+from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, pooling_pb2_grpc, status_pb2_grpc
 from motet.v1.status import LimitStatus
 
 from contract.process_log import configure_logging, shown
@@ -49,6 +49,7 @@ from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation import service as generation
+from control_plane.api.pooling import service as pooling
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
 from control_plane.api.text.codec import TextCodec
@@ -77,7 +78,7 @@ T = TypeVar("T")
 
 # How long the last messages of ended streams may take to leave, after the drain.
 CLOSE_GRACE_S = 1.0
-_REFLECTED = (generation, adapters, push, verification, status, operations, health)
+_REFLECTED = (generation, pooling, adapters, push, verification, status, operations, health)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,15 +185,10 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         idempotency=IdempotencyCache(),
         audit=audit,
     )
-    generation_service = generation.GenerationService(
-        model=generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint),
-        served=reports,
-        codec=codec,
-        registry=registry,
-        fleet=fleet,
-        gate=gate,
-        audit=audit,
-    )
+    facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint)
+    parts: Any = {"codec": codec, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
+    generation_service = generation.GenerationService(model=facts, served=reports, **parts)
+    pooling_service = pooling.PoolingService(model=facts, served=reports, **parts)
     status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
     worker_service = WorkerService(fleet, weights, transport.worker_access, audit)
     health_service, reporter = _report_on(fleet, reports)
@@ -200,6 +196,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     _offer(
         clients,
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
+        (pooling_pb2_grpc.add_PoolingServiceServicer_to_server, pooling_service),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         push_part(config, registry, life_cycle, weights, fleet, gate, uploads, audit),
         verification_part(config, base_model, registry, weights, fleet, operation_store, gate, audit),

@@ -61,6 +61,14 @@ class RowAdapters:
     is_linear: bool = False  # A and B are summed each (PEFT's "linear"); else their products are (PEFT's "cat")
 
 
+class PoolingKind(Enum):
+    """Which last hidden state a row returns instead of tokens."""
+
+    LAST = "last"  # of its last token
+    MEAN = "mean"  # the mean over all its tokens
+    FIRST = "first"  # of its first token
+
+
 @dataclass(frozen=True, slots=True)
 class NewRow:
     """A request that takes a row."""
@@ -76,6 +84,8 @@ class NewRow:
     is_host_fed: bool = False  # decodes only where fed_tokens names it
     adapters: RowAdapters | None = None  # several, or one with a scale; `slot` is the first of them then
     active_from: int = 0  # tokens of the row before the first one that the adapter changes
+    pooling: PoolingKind | None = None  # what the row returns when its prefill ends; None: it samples and decodes
+    num_labels: int = 0  # logits of its adapter's score head; 0: the pooled hidden state itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +119,27 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRow:
+    """The vector that a row with `pooling` returns."""
+
+    row: int
+    values: Float32Array  # [hidden_width or num_labels]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """Tokens of one step."""
 
     step_id: int
-    rows: Int32Array  # [n] rows that sampled, in the order of the step
-    token_ids: Int32Array  # [n]
-    failed_rows: Int32Array  # [n] rows whose logits were not finite
+    rows: Int32Array  # [n] rows that sampled or returned a vector, in the order of the step
+    token_ids: Int32Array  # [n] 0 for a vector
+    failed_rows: Int32Array  # [n] rows whose logits or vectors were not finite
     step_time_us: int
     sampled_logprobs: list[RowLogprobs] = field(default_factory=list)  # of rows that want them, in the order of rows
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)  # of rows whose prompt was computed here
     num_moved_blocks: int = 0  # to and from host memory, by moves that ended since the step before
     move_time_us: int = 0  # of these moves
+    pooled: list[PooledRow] = field(default_factory=list)  # of the rows with `pooling` among `rows`, in their order
 
 
 class TargetKind(Enum):
@@ -171,6 +190,7 @@ class Capacities:
     vocab_size: int  # tokens
     num_host_blocks: int = 0  # KV blocks in host memory; 0: it does not swap
     target_modules: tuple[TargetModule, ...] = ()  # in the model's order; empty: not reported
+    hidden_width: int = 0  # of the last hidden state, which rows with `pooling` return; 0: it takes no such rows
     max_adapter_model_len: int = 0  # tokens, of adapters that rotate by tables of their own; 0: max_model_len
 
     @property

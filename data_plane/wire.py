@@ -21,6 +21,8 @@ from data_plane.plan import (
     Float32Array,
     Int32Array,
     NewRow,
+    PooledRow,
+    PoolingKind,
     RowAdapter,
     RowAdapters,
     RowLogprobs,
@@ -39,6 +41,12 @@ _KINDS = {
     TargetKind.EMBEDDING: plan_pb2.TargetModules.KIND_EMBEDDING,
     TargetKind.EXPERT: plan_pb2.TargetModules.KIND_EXPERT,
     TargetKind.ROUTER: plan_pb2.TargetModules.KIND_ROUTER,
+}
+_POOLING = {
+    plan_pb2.POOLING_UNSPECIFIED: None,
+    plan_pb2.POOLING_LAST: PoolingKind.LAST,
+    plan_pb2.POOLING_MEAN: PoolingKind.MEAN,
+    plan_pb2.POOLING_FIRST: PoolingKind.FIRST,
 }
 _MAX_REASON_BYTES = 200
 _MAX_STEPS = 64  # of one plan: a worker does not listen before they are done
@@ -85,6 +93,7 @@ def encode_output(output: StepOutput, epoch: int) -> plan_pb2.AttachRequest:
             prompt_logprobs=[_encode_logprobs(logprobs) for logprobs in output.prompt_logprobs],
             num_moved_blocks=output.num_moved_blocks,
             move_time_us=output.move_time_us,
+            pooled=[_encode_pooled(pooled) for pooled in output.pooled],
         )
     )
 
@@ -112,6 +121,7 @@ def encode_hello(capacities: Capacities, worker_id: str, last_epoch: int = 0) ->
             num_host_blocks=capacities.num_host_blocks,
             last_epoch=last_epoch,
             target_modules=encode_targets(capacities.target_modules),
+            hidden_width=capacities.hidden_width,
         )
     )
 
@@ -155,6 +165,8 @@ def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array]) -> NewR
             raise PlanRefused(f"new row {message.row} names prompt {message.prompt} of {len(prompts)}")
         prompt = prompts[message.prompt]
         token_ids = np.concatenate([prompt, token_ids]) if len(token_ids) else prompt
+    if message.pooling not in _POOLING:
+        raise PlanRefused(f"new row {message.row} has the pooling {message.pooling}, which this worker does not know")
     return NewRow(
         row=message.row,
         token_ids=token_ids,
@@ -167,6 +179,8 @@ def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array]) -> NewR
         is_host_fed=message.is_host_fed,
         adapters=_decode_adapters(message) if message.HasField("adapters") else None,
         active_from=message.active_from,
+        pooling=_POOLING[message.pooling],
+        num_labels=message.num_labels,
     )
 
 
@@ -206,6 +220,10 @@ def _encode_logprobs(logprobs: RowLogprobs) -> plan_pb2.RowLogprobs:
         top_token_ids=_packed(logprobs.top_token_ids),
         top_logprobs=logprobs.top_logprobs.astype(_FLOAT32, copy=False).tobytes(),
     )
+
+
+def _encode_pooled(pooled: PooledRow) -> plan_pb2.PooledRow:
+    return plan_pb2.PooledRow(row=pooled.row, values=pooled.values.astype(_FLOAT32, copy=False).tobytes())
 
 
 def _ints(data: bytes, name: str) -> Int32Array:

@@ -253,3 +253,22 @@ def _random_weight(name: str, parameter: Any, generator: Any, *, is_tied: bool) 
 def _byte_symbol(byte: int) -> str:
     """The character that byte-level BPE writes for a byte; 0xC0 and 0xC1 are printable, hence themselves."""
     return chr(byte)
+
+
+def make_classifier(
+    directory: Path, checkpoint: Path, *, num_labels: int = 3, rank: int = 4, seed: int = 0, **config: Any
+) -> Path:
+    """Write a random SEQ_CLS adapter for `checkpoint` with PEFT, its score head included, and return `directory`."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    base = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32, num_labels=num_labels)
+    model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=rank, lora_alpha=2 * rank, **config))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if ".lora_A." in name or ".lora_B." in name or "modules_to_save" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.save_pretrained(str(directory))
+    return directory

@@ -70,6 +70,14 @@ class Oracle:
                 self._logits[key] = model(input_ids=torch.tensor([list(token_ids)])).logits[0].float()
         return self._logits[key].clone()  # outside inference mode, so that it may be changed
 
+    def hidden(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
+        """[len(token_ids), width], float32: what transformers' AutoModel returns as the last hidden state."""
+        with self._at(adapter) as model:
+            causal = model.get_base_model() if isinstance(model, PeftModel) else model
+            body = causal.base_model
+            assert isinstance(body, torch.nn.Module) and body is not causal, "the model has no body of its own"
+            return body(input_ids=torch.tensor([list(token_ids)])).last_hidden_state[0].float()
+
     def num_agreed(self, prompt: Sequence[int], token_ids: Sequence[int], adapter: str | None = None) -> int:
         """How many tokens of a greedy completion are the model's choice after those before, beyond rounding.
 

@@ -1,6 +1,6 @@
 """Client of Motet: one base model, many LoRA adapters, one batch, streamed over gRPC.
 
-`Client` blocks, `AsyncClient` is for asyncio; both offer generate(), adapters and status().
+`Client` blocks, `AsyncClient` is for asyncio; both offer generate(), embed(), classify(), adapters and status().
 
 Names are imported when first used: the server imports `motet.v1` and `motet.command_line` and must not pay for, or
 need what, the client needs.
@@ -76,6 +76,27 @@ if TYPE_CHECKING:
     )
     from motet.errors import (
         Unimplemented as Unimplemented,
+    )
+    from motet.pooling.calls import (
+        Classification as Classification,
+    )
+    from motet.pooling.calls import (
+        Classifications as Classifications,
+    )
+    from motet.pooling.calls import (
+        Embedding as Embedding,
+    )
+    from motet.pooling.calls import (
+        Embeddings as Embeddings,
+    )
+    from motet.pooling.calls import (
+        Pooling as Pooling,
+    )
+    from motet.pooling.calls import (
+        PoolingOptions as PoolingOptions,
+    )
+    from motet.pooling.calls import (
+        ProblemType as ProblemType,
     )
     from motet.requests import (
         GenerateOptions as GenerateOptions,
@@ -180,6 +201,7 @@ _NAMES_BY_MODULE = {
         "InvalidArgument MotetError NotFound OutOfRange PermissionDenied ResourceExhausted ServerError "
         "Unauthenticated Unavailable Unimplemented"
     ),
+    "motet.pooling.calls": "Classification Classifications Embedding Embeddings Pooling PoolingOptions ProblemType",
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",
     "motet.types": (

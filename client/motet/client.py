@@ -20,6 +20,16 @@ from motet.connection.credential import ApiKey, Credential, Metadata
 from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
 from motet.pauses import Pauses
+from motet.pooling.calls import (
+    Classifications,
+    Embeddings,
+    Pooling,
+    PoolingInput,
+    PoolingOptions,
+    ProblemType,
+    classify_call,
+    embed_call,
+)
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, tenant_metadata
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
@@ -62,8 +72,8 @@ class Client:
     ) -> None:
         """`target`: HOST:PORT of the server's port for clients, or another gRPC address such as unix:PATH.
 
-        `timeout_s` bounds every call except generate, register and waiting for operations, which have timeouts of
-        their own. Within the timeout, a call is repeated as `retry` says.
+        `timeout_s` bounds every call except generate, embed, classify, register and waiting for operations, which have
+        timeouts of their own. Within the timeout, a call is repeated as `retry` says.
         `tenant`: who calls are counted for; empty: the credential's first tenant, or the server's default. A generation
         may name another tenant.
 
@@ -108,18 +118,58 @@ class Client:
         state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
         return GenerationStream(state, self._open_stream, metadata_of(options, self._tenant), self._pauses)
 
+    def embed(
+        self,
+        inputs: PoolingInput | Sequence[PoolingInput],
+        *,
+        adapter: str = "",
+        pooling: Pooling | str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        timeout_s: float = 600.0,
+        **options: Unpack[PoolingOptions],
+    ) -> Embeddings:
+        """The embeddings of one input or several: of a text, of token ids, or of a list of these.
+
+        They are those of the base model, or of `adapter`. `pooling`: "last" (the default), "mean" or "first".
+        `normalize`: divide each by its length, the default. `dimensions`: keep so many of the first values, before
+        that. `timeout_s` bounds the whole call. PoolingOptions lists further arguments.
+        """
+        call = embed_call(
+            inputs, adapter=adapter, pooling=pooling, normalize=normalize, dimensions=dimensions, options=options
+        )
+        return self.send(call, timeout_s)
+
+    def classify(
+        self,
+        inputs: PoolingInput | Sequence[PoolingInput],
+        *,
+        adapter: str,
+        problem_type: ProblemType | str | None = None,
+        timeout_s: float = 600.0,
+        **options: Unpack[PoolingOptions],
+    ) -> Classifications:
+        """The classes of one input or several, by the score head of `adapter`.
+
+        `problem_type`: what its logits mean, where the adapter does not say it: "single_label", "multi_label" or
+        "regression". `timeout_s` bounds the whole call. PoolingOptions lists further arguments.
+        """
+        call = classify_call(inputs, adapter=adapter, problem_type=problem_type, options=options)
+        return self.send(call, timeout_s)
+
     def status(self) -> ServerStatus:
         """The system at this moment."""
         return self.send(calls.get_status())
 
-    def send(self, call: calls.UnaryCall[T]) -> T:
-        """Send one unary call and return its result."""
+    def send(self, call: calls.UnaryCall[T], timeout_s: float | None = None) -> T:
+        """Send one unary call and return its result. `timeout_s` None: the client's."""
 
-        def send(channel: grpc.Channel, timeout_s: float) -> Any:
+        def send(channel: grpc.Channel, remaining_s: float) -> Any:
             method = call.on(channel)
-            return method(call.request, timeout=timeout_s, metadata=self._metadata())
+            return method(call.request, timeout=remaining_s, metadata=self._metadata())
 
-        return call.read(self._call(send, self._attempts(self._timeout_s), is_repeatable=call.is_repeatable))
+        attempts = self._attempts(self._timeout_s if timeout_s is None else timeout_s)
+        return call.read(self._call(send, attempts, is_repeatable=call.is_repeatable))
 
     def upload(self, upload: StreamedCall[T], timeout_s: float) -> T:
         """Send one upload. `adapters.register` prepares it from a directory, `adapters.push` from memory."""

@@ -62,18 +62,18 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     stop_token_ids = options.get("stop_token_ids", ())
     ignore_eos = options.get("ignore_eos")
     request = generation_pb2.GenerateRequest(
-        request_id=_text("request_id", options.get("request_id", "")),
-        adapter=_text("adapter", options.get("adapter", "")),
-        adapter_digest=_text("adapter_digest", options.get("adapter_digest", "")),
+        request_id=text_of("request_id", options.get("request_id", "")),
+        adapter=text_of("adapter", options.get("adapter", "")),
+        adapter_digest=text_of("adapter_digest", options.get("adapter_digest", "")),
         adapters=uses_to(options.get("adapters", ())),
         combination=combination_to(options.get("combination")),
-        routing_key=_text("routing_key", options.get("routing_key", "")),
-        cache_salt=_text("cache_salt", options.get("cache_salt", "")),
+        routing_key=text_of("routing_key", options.get("routing_key", "")),
+        cache_salt=text_of("cache_salt", options.get("cache_salt", "")),
         sampling=_sampling(options),
         stopping=types_pb2.StoppingParams(
             max_tokens=_optional_uint("stopping.max_tokens", options.get("max_tokens"), _UINT32_MAX),
-            stop=[_text("stopping.stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
-            stop_token_ids=[_uint("stopping.stop_token_ids", token, _UINT32_MAX) for token in stop_token_ids],
+            stop=[text_of("stopping.stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
+            stop_token_ids=[uint_of("stopping.stop_token_ids", token, _UINT32_MAX) for token in stop_token_ids],
             min_tokens=_optional_uint("stopping.min_tokens", options.get("min_tokens"), _UINT32_MAX),
         ),
         priority=_priority(options.get("priority")),
@@ -176,9 +176,9 @@ def _sampling(options: GenerateOptions) -> types_pb2.SamplingParams:
         if value is None:
             continue
         if field.name == "logit_bias":
-            value = {_uint(path, token, _UINT32_MAX): bias for token, bias in value.items()}
+            value = {uint_of(path, token, _UINT32_MAX): bias for token, bias in value.items()}
         elif field.type in _UINT_MAX:
-            value = _uint(path, value, _UINT_MAX[field.type])
+            value = uint_of(path, value, _UINT_MAX[field.type])
         elif field.enum_type is not None:
             value = _enum_number(path, value, field.enum_type)
         given[field.name] = value
@@ -202,12 +202,12 @@ def _set_decoding(request: generation_pb2.GenerateRequest, options: GenerateOpti
     decoding = request.decoding
     for name, value in (("n", options.get("n")), ("best_of", options.get("best_of"))):
         if value is not None:
-            setattr(decoding, name, _uint(f"decoding.{name}", value, _UINT32_MAX))
+            setattr(decoding, name, uint_of(f"decoding.{name}", value, _UINT32_MAX))
     beams = options.get("beam_search")
     if beams is not None:
         if not isinstance(beams, BeamSearch):
             raise TypeError(f"beam_search is {type(beams).__name__}; give a BeamSearch")
-        decoding.beam_search.width = _uint("decoding.beam_search.width", beams.width, _UINT32_MAX)
+        decoding.beam_search.width = uint_of("decoding.beam_search.width", beams.width, _UINT32_MAX)
         if beams.length_penalty is not None:
             decoding.beam_search.length_penalty = beams.length_penalty
         if beams.early_stopping is not None:
@@ -220,7 +220,7 @@ def _priority(value: int | None) -> int | None:
 
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        request.text = _text("prompt", prompt)
+        request.text = text_of("prompt", prompt)
         return
     if isinstance(prompt, (bytes, Mapping, ChatMessage)) or not isinstance(prompt, Sequence):
         raise TypeError(f"prompt is {type(prompt).__name__}; give a str, a list of token ids or a list of ChatMessage")
@@ -229,7 +229,7 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None
     if isinstance(prompt[0], (ChatMessage, Mapping)):
         request.chat.messages.extend(_chat_message(position, item) for position, item in enumerate(prompt))
     else:
-        request.token_ids.ids.extend(_uint("prompt", token, _UINT32_MAX) for token in prompt)
+        request.token_ids.ids.extend(uint_of("prompt", token, _UINT32_MAX) for token in prompt)
 
 
 def _chat_message(position: int, item: object) -> types_pb2.ChatMessage:
@@ -240,11 +240,11 @@ def _chat_message(position: int, item: object) -> types_pb2.ChatMessage:
     else:
         raise invalid_field(f"prompt[{position}]", f'is {item!r}; give {{"role": ..., "content": ...}}')
     return types_pb2.ChatMessage(
-        role=_text(f"prompt[{position}].role", role), content=_text(f"prompt[{position}].content", content)
+        role=text_of(f"prompt[{position}].role", role), content=text_of(f"prompt[{position}].content", content)
     )
 
 
-def _text(field: str, value: object) -> str:
+def text_of(field: str, value: object) -> str:
     """`value` as a text the wire can carry."""
     if not isinstance(value, str):
         raise invalid_field(field, f"is of type {type(value).__name__}; give a str")
@@ -258,10 +258,10 @@ def _text(field: str, value: object) -> str:
 
 
 def _optional_uint(field: str, value: int | None, limit: int) -> int | None:
-    return None if value is None else _uint(field, value, limit)
+    return None if value is None else uint_of(field, value, limit)
 
 
-def _uint(field: str, value: object, limit: int) -> int:
+def uint_of(field: str, value: object, limit: int) -> int:
     return _integer(field, value, 0, limit)
 
 

@@ -250,6 +250,8 @@ class AdapterVersion:
     vocab_size: int | None = None  # tokens of its own vocabulary; None: the base model's
     num_rows: int = 0  # rows of embedding and head that it replaces or adds
     verification: VersionVerification | None = None  # the last one; None: there was none
+    num_labels: int = 0  # of its score head; 0: it has none, and classify() cannot use it
+    class_labels: tuple[str, ...] = ()  # those labels; filled by get() and register() only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -233,6 +233,8 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         context_length=message.context_length,
         vocab_size=message.vocab_size or None,
         num_rows=message.num_rows,
+        num_labels=message.num_labels,
+        class_labels=tuple(message.class_labels),
         verification=_verification_from(message.verification) if message.HasField("verification") else None,
     )
 

@@ -8,6 +8,17 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_LAST: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+    POOLING_FIRST: _ClassVar[Pooling]
+POOLING_UNSPECIFIED: Pooling
+POOLING_LAST: Pooling
+POOLING_MEAN: Pooling
+POOLING_FIRST: Pooling
+
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "step_result", "slot_state", "heartbeat", "fault", "pong", "leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -43,7 +54,7 @@ class AttachResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step_plan: _Optional[_Union[StepPlan, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., evict_adapter: _Optional[_Union[EvictAdapter, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel", "num_host_blocks", "last_epoch", "target_modules", "max_adapter_model_len")
+    __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel", "num_host_blocks", "last_epoch", "target_modules", "max_adapter_model_len", "hidden_width")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +74,7 @@ class Hello(_message.Message):
     LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     MAX_ADAPTER_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_WIDTH_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
     worker_id: str
@@ -82,7 +94,8 @@ class Hello(_message.Message):
     last_epoch: int
     target_modules: _containers.RepeatedCompositeFieldContainer[TargetModules]
     max_adapter_model_len: int
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ..., last_epoch: _Optional[int] = ..., target_modules: _Optional[_Iterable[_Union[TargetModules, _Mapping]]] = ..., max_adapter_model_len: _Optional[int] = ...) -> None: ...
+    hidden_width: int
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ..., last_epoch: _Optional[int] = ..., target_modules: _Optional[_Iterable[_Union[TargetModules, _Mapping]]] = ..., max_adapter_model_len: _Optional[int] = ..., hidden_width: _Optional[int] = ...) -> None: ...
 
 class TargetModules(_message.Message):
     __slots__ = ("path", "layers", "kind", "in_features", "out_features", "reason", "num_experts", "is_interleaved")
@@ -149,7 +162,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ..., leave_after_ms: _Optional[int] = ..., stuck_after_ms: _Optional[int] = ..., host_cache_needs_password: bool = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling", "adapters", "active_from")
+    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling", "adapters", "active_from", "pooling", "num_labels")
     ROW_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +179,8 @@ class NewRow(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FROM_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_LABELS_FIELD_NUMBER: _ClassVar[int]
     row: int
     token_ids: bytes
     num_prompt_tokens: int
@@ -182,7 +197,9 @@ class NewRow(_message.Message):
     sampling: _types_pb2.SamplingParams
     adapters: RowAdapters
     active_from: int
-    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_host_fed: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., adapters: _Optional[_Union[RowAdapters, _Mapping]] = ..., active_from: _Optional[int] = ...) -> None: ...
+    pooling: Pooling
+    num_labels: int
+    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_host_fed: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., adapters: _Optional[_Union[RowAdapters, _Mapping]] = ..., active_from: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., num_labels: _Optional[int] = ...) -> None: ...
 
 class RowAdapter(_message.Message):
     __slots__ = ("slot", "slot_generation", "scale")
@@ -255,7 +272,7 @@ class RowLogprobs(_message.Message):
     def __init__(self, row: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., num_top: _Optional[int] = ..., top_token_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "epoch", "rows", "token_ids", "failed_rows", "step_time_us", "sampled_logprobs", "prompt_logprobs", "num_moved_blocks", "move_time_us")
+    __slots__ = ("step_id", "epoch", "rows", "token_ids", "failed_rows", "step_time_us", "sampled_logprobs", "prompt_logprobs", "num_moved_blocks", "move_time_us", "pooled")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +283,7 @@ class StepResult(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_MOVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MOVE_TIME_US_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     epoch: int
     rows: bytes
@@ -276,7 +294,16 @@ class StepResult(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
     num_moved_blocks: int
     move_time_us: int
-    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., step_time_us: _Optional[int] = ..., sampled_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., num_moved_blocks: _Optional[int] = ..., move_time_us: _Optional[int] = ...) -> None: ...
+    pooled: _containers.RepeatedCompositeFieldContainer[PooledRow]
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., step_time_us: _Optional[int] = ..., sampled_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., num_moved_blocks: _Optional[int] = ..., move_time_us: _Optional[int] = ..., pooled: _Optional[_Iterable[_Union[PooledRow, _Mapping]]] = ...) -> None: ...
+
+class PooledRow(_message.Message):
+    __slots__ = ("row", "values")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    values: bytes
+    def __init__(self, row: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class LoadAdapter(_message.Message):
     __slots__ = ("slot", "generation", "digest", "epoch")

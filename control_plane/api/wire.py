@@ -80,6 +80,8 @@ def version_message(
         number=version.number,
         context_length=version.context_length,
         signature=None if version.signature is None else _signature_message(version.signature),
+        class_labels=version.labels if with_modules else (),
+        num_labels=len(version.labels),
         version_labels=labels,
         vocab_size=version.vocab_size,
         num_rows=version.num_rows,

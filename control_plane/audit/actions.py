@@ -18,6 +18,8 @@ DELETE_VERSION = "adapter.delete_version"
 CANCEL_OPERATION = "operation.cancel"
 DELETE_OPERATION = "operation.delete"
 GENERATE = "generate"
+EMBED = "embed"
+CLASSIFY = "classify"
 START = "server.start"
 STOP = "server.stop"
 RELOAD = "file.reload"
@@ -43,11 +45,18 @@ CHANGES: Mapping[str, str] = {
 }
 
 
+_COMPUTING: Mapping[str, str] = {
+    "/motet.v1.GenerationService/Generate": GENERATE,
+    "/motet.v1.PoolingService/Embed": EMBED,
+    "/motet.v1.PoolingService/Classify": CLASSIFY,
+}
+
+
 def action_of(method: str) -> str:
     """What the log calls a call of `method`, "/package.Service/Method": for a method that changes nothing, its name."""
     if method in CHANGES:
         return CHANGES[method]
-    if method == "/motet.v1.GenerationService/Generate":
-        return GENERATE
+    if method in _COMPUTING:
+        return _COMPUTING[method]
     service, _, name = method.strip("/").rpartition("/")
     return f"{service.rpartition('.')[2]}/{name}"

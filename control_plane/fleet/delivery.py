@@ -16,6 +16,9 @@ from control_plane.fleet.slow_readers import SlowReaders
 from control_plane.fleet.workers.session import WorkerSession
 from control_plane.scheduler.types import FinishReason, Outputs, Request, RequestId, RequestOutput
 
+# Ends of one completion that it reached by itself; any other ends the request with an error.
+_ENDS = (FinishReason.LENGTH, FinishReason.STOP_TOKEN, FinishReason.POOLED)
+
 
 class Delivery:
     """Between schedulers and streams. Keeps nothing itself."""
@@ -74,12 +77,12 @@ class Delivery:
             job.start()
             job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
             self._quotas.start(job.charge)
-        if job.not_finite_at and output.token_ids:
+        if job.not_finite_at and (output.token_ids or output.pooled is not None):
             self._migration.on_finite(job)
         job.count_tokens(len(output.token_ids))
         job.note_searched(output.num_searched)
         stream, reason = job.stream, output.finish_reason
-        if reason is None or reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN):
+        if reason is None or reason in _ENDS:
             if not stream.is_live(output.index):
                 return  # cancelled meanwhile
             stream.push(output, reason)

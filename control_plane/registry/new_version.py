@@ -110,4 +110,6 @@ def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: floa
         num_rows=packed.num_rows,
         min_rank=packed.min_rank,
         parts=packed.parts,
+        labels=packed.labels,
+        problem_type=packed.problem_type,
     )

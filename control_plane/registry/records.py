@@ -58,6 +58,8 @@ class AdapterVersion:
     signature: SignatureVerdict | None = None  # of the files that it was registered from; None: they had none
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
     verification: Verification | None = None  # the last one; None: there was none
+    labels: tuple[str, ...] = ()  # of its score head, in the order of the logits; empty: it has none
+    problem_type: str = ""  # what the logits mean, in transformers' words; empty: the adapter does not say
 
     @property
     def ref(self) -> AdapterRef:
@@ -171,6 +173,9 @@ def encode_version(version: AdapterVersion) -> bytes:
         document["signature"]["method"] = version.signature.method.value
     if version.verification is None:
         del document["verification"]
+    for name in ("labels", "problem_type"):  # likewise for score heads
+        if not document[name]:
+            del document[name]
     return json.dumps(document, sort_keys=True).encode()
 
 
@@ -268,9 +273,13 @@ def _version(document: dict[str, Any]) -> AdapterVersion:
     parts = tuple(values.pop("parts", ()))
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("parts is not a list of names")
+    labels = tuple(values.pop("labels", ()))
+    if not all(isinstance(label, str) for label in labels):
+        raise ValueError("labels is not a list of texts")
     return AdapterVersion(
         **values,
         parts=parts,
+        labels=labels,
         target_modules=modules,
         signature=_signature(signed),
         verification=verification_of(verified),

@@ -8,6 +8,7 @@ from control_plane.scheduler.errors import (
     AdapterNeverFits,
     ContextNeverFits,
     PlanNeverFits,
+    PoolingNeverFits,
     RequestNeverFits,
     RowsNeverFit,
 )
@@ -63,6 +64,10 @@ def check_fits(request: Request, limits: WorkerLimits) -> None:
     fit = fit_blocks(num_blocks, num_available=limits.num_blocks, num_blocks=limits.num_blocks)
     if fit is BlockFit.NEVER:
         raise RequestNeverFits(num_blocks, limits.num_blocks)
+    if request.pooling is not None and limits.hidden_width == 0:
+        raise PoolingNeverFits(
+            num_blocks, limits.num_blocks, "the worker cannot read the model's last hidden state; generate instead"
+        )
     adapters = request.adapters
     num_adapter_bytes = sum(ref.arena_bytes for ref in adapters)
     if num_adapter_bytes > limits.arena_bytes or len(adapters) > limits.num_slots:
@@ -133,7 +138,7 @@ def _make_sequence(group: SequenceGroup, index: int, sampling: Sampling, *, want
         max_generated=request.max_tokens,
         max_planned=len(request.prompt_token_ids) + request.max_tokens - 1,
         wants_logprobs=wants_logprobs,
-        has_extras=wants_logprobs or index > 0,
+        has_extras=wants_logprobs or index > 0 or request.pooling is not None,
         generated=[],
     )
 

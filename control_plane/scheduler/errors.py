@@ -35,6 +35,10 @@ class RowsNeverFit(RequestNeverFits):
     """The request has more sequences than the worker has rows."""
 
 
+class PoolingNeverFits(RequestNeverFits):
+    """The worker returns no vectors."""
+
+
 class ResultMismatch(ValueError):
     """A step result that is not that of the oldest step in flight: the worker or the wire is wrong."""
 

@@ -267,7 +267,7 @@ class Scheduler:
         for account, num_rows in draft.decodes.num_rows_by_account.items():
             self._counters.charge_decode(account, num_rows * num_steps)
         for row, _, samples in draft.prefills:
-            if samples:  # its first token; of a fork it may be the only one
+            if samples and row.sequence.request.pooling is None:  # its first token; of a fork it may be the only one
                 self._counters.charge_decode(row.sequence.request.account, 1)
         self._in_flight.extend(steps)
         return plan

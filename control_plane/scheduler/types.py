@@ -10,9 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NewType
 
+import numpy as np
+import numpy.typing as npt
+
 from contract.v1.sampling import SamplingValues
 from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs
 from control_plane.scheduler.logprobs import TokenLogprobs as TokenLogprobs
+
+Vector = npt.NDArray[np.float32]  # [hidden_width or num_labels] of a request with `pooling`
 
 TOKEN_BYTES = 4  # of a token id as int32, packed to be hashed or sent
 # Steps that one plan may stand for. A request that arrives waits for the steps already sent, so the fleet allows no
@@ -115,6 +120,27 @@ class BeamSearch:
     early_stopping: bool = False  # end with `width` hypotheses, not when no running beam can beat them
 
 
+class PoolingKind(enum.Enum):
+    """Which last hidden state stands for an input."""
+
+    LAST = "last"  # of its last token
+    MEAN = "mean"  # the mean over all its tokens
+    FIRST = "first"  # of its first token
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """A vector instead of tokens."""
+
+    kind: PoolingKind = PoolingKind.LAST
+    num_labels: int = 0  # logits of the adapter's score head; 0: the pooled hidden state itself
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether tokens count whose states the prefix cache does not keep: none may come from it."""
+        return self.kind is not PoolingKind.LAST
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What one index of a request with several samples has so far."""
@@ -125,11 +151,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One user call to generate."""
+    """One user call to generate, or one input of a call that pools."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]  # at least one
-    max_tokens: int  # tokens to generate in all, those of generated_token_ids included
+    max_tokens: int  # tokens to generate in all, those of generated_token_ids included; 1 with `pooling`
     generated_token_ids: tuple[int, ...] = ()  # generated earlier (resume, migration); fewer than max_tokens
     adapter: AdapterRef | None = None  # None: the base model; of a composition, the first
     composition: Composition | None = None  # several adapters, or one with a scale
@@ -147,6 +173,7 @@ class Request:
     completions: tuple[
         Completion, ...
     ] = ()  # with num_samples > 1: generated earlier (migration), by index; else empty
+    pooling: Pooling | None = None  # what it returns with the end of its prefill; None: it generates
 
     @property
     def account(self) -> str:
@@ -194,6 +221,7 @@ class WorkerLimits:
     max_model_len: int  # longest context, tokens
     plan_depth: int = 2  # plans in flight at once
     num_host_blocks: int = 0  # KV blocks in host memory; 0: the worker does not swap
+    hidden_width: int = 0  # values of a last hidden state; 0: the worker does not pool
     max_adapter_model_len: int = 0  # longest context of long-context adapters, tokens; 0: max_model_len
 
     def context_of(self, adapter: AdapterRef | None) -> int:
@@ -225,6 +253,7 @@ class NewRow:
     is_linear: bool = False  # `adapters` are combined as Combination.LINEAR says
     active_from: int = 0  # tokens before the first one that its adapter changes
     vocab_size: int | None = None  # of its adapter; None: the base model's
+    pooling: Pooling | None = None  # None: it samples and decodes
 
     @property
     def num_tokens(self) -> int:
@@ -241,7 +270,7 @@ class NewRow:
 class StepPlan:
     """One forward pass. Decoding rows come first, ascending by row; then prefills in scheduling order.
 
-    A row samples in this step if it decodes, or if its prefill ends in it.
+    A row samples in this step if it decodes, or if its prefill ends in it; with `pooling` it returns a vector then.
     """
 
     step_id: int  # counts up by one per scheduler, from 1
@@ -318,14 +347,15 @@ class StepResult:
     """Tokens of one step."""
 
     step_id: int
-    rows: list[int]  # rows that sampled, in the order of the step
-    token_ids: list[int]  # as long as rows
-    failed_rows: list[int] = field(default_factory=list)  # logits were not finite
+    rows: list[int]  # rows that sampled or returned a vector, in the order of the step
+    token_ids: list[int]  # as long as rows; 0 for a vector
+    failed_rows: list[int] = field(default_factory=list)  # logits or vectors were not finite
     step_time_us: int = 0  # on the worker, microseconds; 0: not measured
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> its sampled token, where requested
     prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # row -> prompt tokens, in order
     num_moved_blocks: int = 0  # to and from host memory, by moves that ended since the result before
     move_time_us: int = 0  # of these moves, microseconds
+    pooled: dict[int, Vector] = field(default_factory=dict)  # row -> its vector, for rows with `pooling`
 
 
 class FinishReason(enum.Enum):
@@ -333,6 +363,7 @@ class FinishReason(enum.Enum):
 
     LENGTH = "length"  # max_tokens or the context was reached
     STOP_TOKEN = "stop_token"  # the last token is one of stop_token_ids
+    POOLED = "pooled"  # it has its vector
     DEADLINE = "deadline"  # deadline_s passed
     ADAPTER_FAILED = "adapter_failed"  # its adapter could not be loaded here
     NOT_FINITE = "not_finite"  # its logits were not finite
@@ -359,6 +390,7 @@ class RequestOutput:
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # all of the prompt's, once, with the first token of index 0
     score: float | None = None  # for beam search: what the completions are ranked by
     num_searched: int = 0  # for beam search, where it ended, however that was: tokens computed over all beams
+    pooled: Vector | None = None  # with POOLED: the vector
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ class StepBatch:
 
     rows: Int64Array  # [num_seqs] decoding rows ascending, then prefills in the plan's order
     num_tokens: Int64Array  # [num_seqs] tokens of each
+    starts: Int64Array  # [num_seqs] its first token among those of the step
     input_ids: torch.Tensor  # int64 [T] on the device
     position_ids: torch.Tensor  # int64 [T] on the device
     kv_positions: torch.Tensor  # int64 [T] on the device: where in the cache each token's KV goes
@@ -32,6 +33,8 @@ class StepBatch:
     further: FurtherColumns | None  # of tokens with several adapters
     kept_further: FurtherColumns | None  # of those in `kept`
     sampled_rows: Int64Array  # [n] rows that sample, in the step's order
+    pooled_rows: Int64Array  # [n] rows that return a vector, in the step's order
+    ended_rows: Int64Array  # [n] both, in the step's order
     written_blocks: Int64Array  # blocks that get a token's KV
     # int64 on the device: indices of the tokens whose logits are kept. First the last token of each sampled row,
     # then, for prompt log-probabilities, the token before each requested token.
@@ -46,11 +49,13 @@ def build_batch(
     last_tokens: torch.Tensor,
     *,
     num_prompt_logprobs: Int64Array,
+    is_pooling: BoolArray,
 ) -> StepBatch | None:
     """The pass that the decoding rows and the prefills (row, number of tokens) make, None if it has no token.
 
     last_tokens int64 [max_rows] on the device holds what each row feeds next; num_prompt_logprobs [max_rows] is -1 for
-    rows that want none. Raises PlanRefused where a row lacks blocks, or two tokens have one KV position.
+    rows that want none; is_pooling [max_rows] marks the rows that return vectors. Raises PlanRefused where a row lacks
+    blocks, or two tokens have one KV position.
     """
     prefilled = prefills[:, 0].astype(np.int64)
     step_rows = np.concatenate([decoding, prefilled])
@@ -72,7 +77,8 @@ def build_batch(
     device = last_tokens.device
     token_slots, further = rows.adapters.of_tokens(token_rows, positions)
     every = token_slots if further is None else np.concatenate([token_slots, *further.every])
-    is_sampling = ends == rows.num_known[step_rows]
+    is_ending = ends == rows.num_known[step_rows]
+    is_sampling = is_ending & ~is_pooling[step_rows]
     sampled_rows = step_rows[is_sampling]
     kept = start[1:][is_sampling] - 1
     prompt_requests: list[LogprobsRequest] = []
@@ -85,6 +91,7 @@ def build_batch(
     return StepBatch(
         rows=step_rows,
         num_tokens=counts,
+        starts=start[:-1],
         input_ids=_input_ids(rows, prefills, decoding, last_tokens),
         position_ids=upload(positions, device),
         kv_positions=upload(kv_positions, device),
@@ -97,6 +104,8 @@ def build_batch(
         further=further,
         kept_further=None if further is None else further.take(kept),
         sampled_rows=sampled_rows,
+        pooled_rows=step_rows[is_ending & is_pooling[step_rows]],
+        ended_rows=step_rows[is_ending],
         written_blocks=kv_positions // rows.block_size,
         kept=upload(kept, device),
         prompt_requests=prompt_requests,

@@ -70,6 +70,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
             base_fingerprint=fingerprint,
             rotary=loaded.rotary,
             num_scaled=config.max_rows * MAX_ROW_ADAPTERS,
+            hidden_width=loaded.probe.hidden_width,
         )
     except RuntimeError as error:  # torch has no narrower one for a failed allocation
         raise ConfigError(
@@ -103,6 +104,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         num_host_blocks=num_host_blocks,
         max_adapter_model_len=_adapter_length(config, num_blocks),
         target_modules=tuple(loaded.probe.targets),
+        hidden_width=loaded.probe.hidden_width,
     )
     engine = TorchEngine(loaded, cache, arena, capacities, host_blocks)
     if config.warms_up(device.type):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,11 +16,22 @@ from data_plane.engine.batch import StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
 from data_plane.engine.logprobs import LogprobsRequest, compute_logprobs, joined
+from data_plane.engine.pooling import Pooler, split_finite
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.engine.sampler import Sampler, SamplerStats
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
-from data_plane.plan import AdapterSlots, Capacities, Int32Array, NewRow, RowLogprobs, StepOutput, StepPlan
+from data_plane.plan import (
+    AdapterSlots,
+    Capacities,
+    Int32Array,
+    NewRow,
+    PooledRow,
+    RowLogprobs,
+    StepOutput,
+    StepPlan,
+    no_rows,
+)
 from data_plane.spans import span
 from kernels.devices import upload
 
@@ -28,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 # One forward pass keeps at most so many bytes of float32 logits for log-probabilities of prompts.
 PROMPT_LOGITS_BYTES = 256 << 20
-_NO_ROWS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,17 @@ class EngineStats:
 
     num_rows: int  # in use
     sampler: SamplerStats
+
+
+@dataclass(frozen=True, slots=True)
+class _PassOutput:
+    """What one forward pass brings the rows (see StepOutput)."""
+
+    rows: Int32Array = field(default_factory=no_rows)
+    token_ids: Int32Array = field(default_factory=no_rows)
+    failed_rows: Int32Array = field(default_factory=no_rows)
+    sampled_logprobs: list[RowLogprobs] = field(default_factory=list)
+    pooled: list[PooledRow] = field(default_factory=list)
 
 
 class TorchEngine:
@@ -79,6 +100,7 @@ class TorchEngine:
         )
         device = cache.keys[0].device
         self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
+        self._pooler = Pooler(max_rows=capacities.max_rows, hidden_width=capacities.hidden_width, heads=arena)
         self._last_tokens = torch.zeros(capacities.max_rows, dtype=torch.int64, device=device)
         self._most_prompt_logits = max(prompt_logits_bytes // (4 * capacities.vocab_size), 1)
 
@@ -97,10 +119,18 @@ class TorchEngine:
         with torch.inference_mode():
             for piece in pieces:
                 self._pass(decoding[:0], piece, prompt_logprobs)
-            rows, tokens, failed, logprobs = self._pass(decoding, prefills, prompt_logprobs)
+            output = self._pass(decoding, prefills, prompt_logprobs)
         moved = (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
         return StepOutput(
-            plan.step_id, rows, tokens, failed, _microseconds(started), logprobs, joined(prompt_logprobs), *moved
+            plan.step_id,
+            output.rows,
+            output.token_ids,
+            output.failed_rows,
+            _microseconds(started),
+            output.sampled_logprobs,
+            joined(prompt_logprobs),
+            *moved,
+            output.pooled,
         )
 
     def reset(self) -> None:
@@ -110,6 +140,7 @@ class TorchEngine:
         self._mark_dirty(np.flatnonzero(self._rows.is_used & self._rows.maybe_non_finite).astype(np.int32))
         self._rows.clear()
         self._sampler.clear()
+        self._pooler.clear()
         self.arena.clear()
 
     def inspect(self, row: int) -> RowState:
@@ -135,11 +166,13 @@ class TorchEngine:
             self._mark_dirty(in_range[rows.is_used[in_range] & rows.maybe_non_finite[in_range]])
             rows.free(freed)
             self._sampler.free(freed)
+            self._pooler.free(freed)
         for new in plan.new_rows:
             self._check_adapters(new)
             num_tokens = None if new.slot is None else self.arena.num_tokens(new.slot)
             rows.add(new, num_tokens)
             self._sampler.add(new, num_tokens)
+            self._pooler.add(new)
         if len(plan.appended_blocks):
             rows.append_blocks(plan.appended_blocks)
         if len(plan.paused_rows) or len(plan.resumed_rows):
@@ -178,10 +211,8 @@ class TorchEngine:
             if new.adapters is not None and self.arena.replaces_rows(slot):
                 raise PlanRefused(f"new row {new.row} combines or scales slot {slot}, whose adapter replaces rows")
 
-    def _pass(
-        self, decoding: Int64Array, prefills: Int32Array, prompt_logprobs: list[RowLogprobs]
-    ) -> tuple[Int32Array, Int32Array, Int32Array, list[RowLogprobs]]:
-        """One forward pass and its tokens (see _sample). Appends to prompt_logprobs those of the pass's prompts."""
+    def _pass(self, decoding: Int64Array, prefills: Int32Array, prompt_logprobs: list[RowLogprobs]) -> _PassOutput:
+        """One forward pass, its tokens and vectors. Appends to prompt_logprobs those of the pass's prompts."""
         with span("build the batch"):
             batch = build_batch(
                 self._rows,
@@ -189,18 +220,20 @@ class TorchEngine:
                 prefills,
                 self._last_tokens,
                 num_prompt_logprobs=self._sampler.num_prompt_logprobs,
+                is_pooling=self._pooler.is_pooling,
             )
         if batch is None:
-            return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
+            return _PassOutput()
         with span("forward"):
-            logits = self._forward(batch)
+            logits, pooled = self._forward(batch)
         num_sampled = len(batch.sampled_rows)
         with span("sample"):
             prompt_logprobs += self._logprobs(logits[num_sampled:], batch.prompt_requests)
-            return self._sample(batch, logits[:num_sampled])
+            output = self._sample(batch, logits[:num_sampled])
+        return output if len(batch.pooled_rows) == 0 else self._with_pooled(batch, output, pooled)
 
-    def _forward(self, batch: StepBatch) -> torch.Tensor:
-        """The forward pass; advances the rows. Logits of the tokens that the batch keeps."""
+    def _forward(self, batch: StepBatch) -> tuple[torch.Tensor, list[PooledRow]]:
+        """The forward pass; advances the rows. Logits of the tokens that the batch keeps, and vectors of its rows."""
         rows = self._rows
         self.arena.check_all(rows.slot[batch.rows], rows.slot_generation[batch.rows])
         for member in rows.adapters.members_of(batch.rows):
@@ -215,19 +248,34 @@ class TorchEngine:
         context = self.model.context
         context.begin(batch.attention, batch.kv_positions, lora, head_lora, replaced, head_replaced)
         try:
-            logits = self.model.logits(batch.input_ids, batch.position_ids, batch.kept)
+            hidden = None
+            if self._pooler.num_rows and self._pooler.is_pooling[batch.rows].any():
+                logits, hidden = self.model.logits_and_hidden(batch.input_ids, batch.position_ids, batch.kept)
+            else:
+                logits = self.model.logits(batch.input_ids, batch.position_ids, batch.kept)
         finally:
             context.end()
         rows.num_computed[batch.rows] += batch.num_tokens
-        return logits
+        return logits, [] if hidden is None else self._pooler.take(batch, hidden)
 
-    def _sample(
-        self, batch: StepBatch, logits: torch.Tensor
-    ) -> tuple[Int32Array, Int32Array, Int32Array, list[RowLogprobs]]:
-        """A token for each row that samples. Returns rows, tokens, failed rows and log-probabilities."""
+    def _with_pooled(self, batch: StepBatch, output: _PassOutput, pooled: list[PooledRow]) -> _PassOutput:
+        """The output with the vectors of the rows that return one, in the step's order. These rows stay idle."""
+        rows = self._rows
+        returned, failed = split_finite(pooled)
+        rows.maybe_non_finite[batch.pooled_rows] = np.isin(batch.pooled_rows, failed)
+        for row in batch.pooled_rows.tolist():
+            rows.token_ids.pop(row, None)
+        all_failed = np.concatenate([output.failed_rows, failed.astype(np.int32)])
+        ended = batch.ended_rows[~np.isin(batch.ended_rows, all_failed)].astype(np.int32)
+        tokens = np.zeros(len(ended), dtype=np.int32)
+        tokens[np.isin(ended, output.rows)] = output.token_ids
+        return _PassOutput(ended, tokens, all_failed, output.sampled_logprobs, returned)
+
+    def _sample(self, batch: StepBatch, logits: torch.Tensor) -> _PassOutput:
+        """A token for each row that samples."""
         rows, sampled = self._rows, batch.sampled_rows
         if len(sampled) == 0:
-            return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
+            return _PassOutput()
         # The token to be sampled is the one behind all known ones.
         positions = rows.num_known[sampled] - rows.num_prompt[sampled]
         # Worker and control plane count a token for a row that is not finite, so that they agree on what decodes. The
@@ -253,7 +301,7 @@ class TorchEngine:
                 for i in indices
             ]
             logprobs = self._logprobs(returned[upload(indices, logits.device)], requests)
-        return numbers[is_finite], on_host[is_finite], numbers[~is_finite], logprobs
+        return _PassOutput(numbers[is_finite], on_host[is_finite], numbers[~is_finite], logprobs)
 
     def _draw(
         self, logits: torch.Tensor, sampled: Int64Array, positions: Int64Array

@@ -28,7 +28,7 @@ from data_plane.layers.transposed_linear import replace_transposed
 from data_plane.models.fusion import fuse_model
 from data_plane.models.limits import context_limit
 from data_plane.models.mixtures.adapters import add_adapters
-from data_plane.models.model_probe import ModelProbe, probe_model
+from data_plane.models.model_probe import ModelProbe, probe_model, watching_hidden
 from data_plane.models.probe import PROBE_NAME, Recorder, register_probe
 from data_plane.models.slot_rotary import SlotRotary, replace_rotary, rotary_of
 from data_plane.models.stacking import StackedLayers, stack_layers
@@ -83,6 +83,18 @@ class LoadedModel:
         direct = None if self.stacked is None else self.stacked.direct
         if direct is not None and direct.is_proven:
             return direct.logits(input_ids, position_ids, kept)
+        return self._logits(input_ids, position_ids, kept)
+
+    @torch.inference_mode()
+    def logits_and_hidden(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `logits`, and the last hidden states [num_tokens, hidden_width], behind the model's last norm."""
+        with watching_hidden(self.model) as found:
+            logits = self._logits(input_ids, position_ids, kept)
+        return logits, found[-1][0]
+
+    def _logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         output = self.model(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),

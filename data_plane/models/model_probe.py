@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from data_plane.errors import UnsupportedModel
@@ -26,6 +30,7 @@ class ModelProbe:
     router_names: list[str]  # routers that take adapters
     expert_names: list[str]  # products of experts that take adapters, each for all experts of a layer
     targets: list[TargetModule]  # these, and the modules that take no adapters
+    hidden_width: int  # of the last hidden state; 0: it cannot be read
 
 
 @torch.inference_mode()
@@ -36,7 +41,8 @@ def probe_model(model: PreTrainedModel, max_model_len: int, max_step_tokens: int
 
     Raises UnsupportedModel with the reason, which names a shorter context if that could be served.
     """
-    request = begin_request(model, max_model_len)
+    with watching_hidden(model) as hidden:
+        request = begin_request(model, max_model_len)
     try:
         layers = check_attention(model, request, max_model_len)
     except MaskDiffers as error:
@@ -58,4 +64,31 @@ def probe_model(model: PreTrainedModel, max_model_len: int, max_step_tokens: int
         router_names=served[TargetKind.ROUTER],
         expert_names=served[TargetKind.EXPERT],
         targets=targets,
+        hidden_width=hidden[-1].shape[-1] if hidden else 0,
     )
+
+
+@contextmanager
+def watching_hidden(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """A list whose last entry is the last hidden states [1, num_tokens, width] of the latest pass within the block.
+
+    They are what transformers' AutoModel returns of the same checkpoint, behind the last norm. The model without its
+    head is a module of its own: `base_model`, or the decoder in it if the pass calls just that. Else the list stays
+    empty.
+    """
+    found: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        hidden = output[0]
+        if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
+            found.append(hidden)
+
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    bodies = {id(body): body for body in (model.base_model, decoder) if body is not model}
+    # The outer body's pass ends last, so its output is the last entry.
+    hooks = [body.register_forward_hook(keep) for body in bodies.values() if isinstance(body, nn.Module)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -29,6 +29,7 @@ from control_plane.scheduler.types import (
     SlotReady,
     StepPlan,
     TokenLogprobs,
+    Vector,
 )
 from data_plane.engine.engine import TorchEngine
 from data_plane.wire import decode_steps, encode_hello, encode_output
@@ -73,6 +74,7 @@ class Served:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     score: float | None = None
     finish_reason: FinishReason | None = None
+    pooled: Vector | None = None
 
 
 Completions = dict[tuple[int, int], Served]  # by request and index
@@ -93,7 +95,7 @@ def serve(
     engine.reset()
     hello = encode_hello(replace(engine.capacities, num_host_blocks=num_host_blocks), "worker").hello
     scheduler = Scheduler(limits_of(hello, plan_depth), settings)
-    encoder = PlanEncoder(1, engine.capacities.vocab_size)
+    encoder = PlanEncoder(1, engine.capacities.vocab_size, engine.capacities.hidden_width)
     source_of = {adapter.info.digest: adapter for adapter in adapters}
     for request in requests:
         scheduler.add(request, 0.0)
@@ -141,3 +143,4 @@ def _record(served: Served, output: RequestOutput) -> None:
     served.token_ids += output.token_ids
     served.logprobs += output.logprobs or []
     served.score, served.finish_reason = output.score, output.finish_reason
+    served.pooled = output.pooled

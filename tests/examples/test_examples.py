@@ -36,6 +36,11 @@ def test_completions_and_beams_prints_every_kind(examples: Examples) -> None:
     assert printed.count("rank 1;") == 4
 
 
+def test_embed_prints_the_texts_by_nearness(examples: Examples) -> None:
+    lines = examples.run("embed.py", "legal", "Who pays?", "Who pays?", "The seller delivers.").splitlines()
+    assert lines[0] == "1.000  Who pays?" and len(lines) == 2 and lines[1].endswith("  The seller delivers.")
+
+
 def test_tenants_shows_what_each_used(examples: Examples) -> None:
     printed = examples.run("tenants.py", "Once upon a time")
     assert printed.count("batch: done") == 3 and "interactive: done" in printed

@@ -52,6 +52,7 @@ CAPACITIES = Capacities(
     num_slots=4,
     max_model_len=2048,
     vocab_size=256,
+    hidden_width=8,
 )
 
 

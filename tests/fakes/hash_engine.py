@@ -20,6 +20,8 @@ from data_plane.plan import (
     Capacities,
     Int32Array,
     NewRow,
+    PooledRow,
+    PoolingKind,
     RowLogprobs,
     RowSampling,
     StepOutput,
@@ -33,6 +35,7 @@ from tests.fakes.hash_model import (
     logprob_of,
     oracle,
     ranking,
+    vector_of,
 )
 from tests.fakes.hash_slots import HashSlots
 
@@ -53,6 +56,7 @@ class _Row:
     digest: str
     sampling: RowSampling
     is_host_fed: bool
+    pooling: PoolingKind | None
     last_token: int = -1  # sampled last, or fed in its place
     num_generated: int = 0  # tokens of the completion, those given at the row's beginning included
     is_right: bool = True  # what was said to be computed was in its blocks
@@ -89,6 +93,7 @@ class HashEngine:
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
         self._host_fed: set[int] = set()
+        self._idle: set[int] = set()  # has returned its vector
         self._forget()
 
     def reset(self) -> None:
@@ -130,6 +135,11 @@ class HashEngine:
                 if (num_top := self.rows[row_id].sampling.num_logprobs) is not None
             ],
             prompt_logprobs,
+            pooled=[
+                PooledRow(row_id, vector_of(value, pooling.value, self.capacities.hidden_width))
+                for row_id, value, _ in tokens
+                if (pooling := self.rows[row_id].pooling) is not None
+            ],
         )
 
     # ---- differences ----
@@ -216,6 +226,8 @@ class HashEngine:
         num_held = -(-num_computed // self.capacities.block_size)
         if num_held > len(block_ids):
             raise PlanRefused(f"row {new.row}: {num_computed} tokens are computed in {len(block_ids)} blocks")
+        if new.pooling not in (None, PoolingKind.LAST) and num_computed:
+            raise PlanRefused(f"row {new.row} pools all its tokens with {num_computed} tokens computed")
         if new.sampling.num_prompt_logprobs is not None and num_computed:
             raise PlanRefused(f"row {new.row} requests its prompt's logprobs with {num_computed} tokens computed")
         digest = "" if new.slot is None else self.hash_slots.digest_of(new.slot, new.slot_generation)
@@ -230,6 +242,7 @@ class HashEngine:
             digest,
             new.sampling,
             new.is_host_fed,
+            new.pooling,
             num_generated=len(tokens) - new.num_prompt_tokens,
         )
         poisoned += [self._checked_block(block_id) for block_id in block_ids[num_held:]]
@@ -251,7 +264,7 @@ class HashEngine:
         """End a row. Its blocks that are in nobody else's table, since they are not full."""
         row = self._row(row_id)
         del self.rows[row_id]
-        for rows in (self._decoding, self._paused, self._host_fed):
+        for rows in (self._decoding, self._paused, self._host_fed, self._idle):
             rows.discard(row_id)
         kept = row.block_ids[row.num_computed // self.capacities.block_size :]
         return [block_id for block_id in kept if block_id not in row.given_away]
@@ -285,7 +298,7 @@ class HashEngine:
         """Compute known tokens; the chain after the last known one if it is among them."""
         row = self._row(row_id)
         begin, end = row.num_computed, row.num_computed + num_tokens
-        is_past_prefill = row_id in self._decoding or row_id in self._paused or row_id in self._host_fed
+        is_past_prefill = any(row_id in rows for rows in (self._decoding, self._paused, self._host_fed, self._idle))
         if num_tokens < 1 or end > len(row.tokens) or is_past_prefill:
             raise PlanRefused(f"row {row_id}: prefill of {num_tokens} tokens after {row.num_computed}")
         values = [self._advance(row, token) for token in row.tokens[begin:end]]
@@ -296,10 +309,15 @@ class HashEngine:
             returned.append(self._logprobs(row_id, begin + 1, pairs, num_top))
         if end < len(row.tokens):
             return None
-        (self._host_fed if row.is_host_fed else self._decoding).add(row_id)
+        if row.pooling is not None:
+            self._idle.add(row_id)
+        else:
+            (self._host_fed if row.is_host_fed else self._decoding).add(row_id)
         return values[-1]
 
     def _sample(self, row: _Row, value: bytes) -> int:
+        if row.pooling is not None:
+            return 0
         sampling, position = row.sampling, row.num_generated
         banned = sampling.banned_token_ids if position < sampling.min_tokens else None
         seed = sampling.seed if sampling.temperature > 0 else None
@@ -371,6 +389,7 @@ class HashEngine:
         self._decoding.clear()
         self._paused.clear()
         self._host_fed.clear()
+        self._idle.clear()
 
 
 def _int32(values: list[int]) -> Int32Array:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 DEFAULT_VOCAB_SIZE = 256
 NUM_DRAWN = 8  # tokens that a row with a temperature draws from
 
@@ -62,6 +65,12 @@ def choose(value: bytes, vocab_size: int, *, seed: int | None, position: int, ba
         return candidates[0]
     drawn = _sha256(value + seed.to_bytes(8, "little") + position.to_bytes(4, "little")).digest()
     return candidates[int.from_bytes(drawn[:8], "little") % min(NUM_DRAWN, len(candidates))]
+
+
+def vector_of(value: bytes, pooling: str, width: int) -> npt.NDArray[np.float32]:
+    """What a row returns that pools in this way, where its last token's chain is `value`."""
+    drawn = hashlib.shake_256(value + pooling.encode()).digest(width)
+    return np.frombuffer(drawn, dtype=np.uint8).astype(np.float32) - 127
 
 
 def oracle(

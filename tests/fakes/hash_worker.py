@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_model_len=args.max_model_len or model.get("max_position_embeddings") or 4096,
         vocab_size=args.vocab_size or model.get("vocab_size") or DEFAULT_VOCAB_SIZE,
         num_host_blocks=args.num_host_blocks,
+        hidden_width=8,
         target_modules=target_modules(args.model, args.unserved) if args.model else (),
     )
     faults = HashEngineFaults(

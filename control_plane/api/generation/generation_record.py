@@ -67,7 +67,7 @@ class GenerationRecord:
         num_text_bytes = 0
         if self._audit.has_text:
             more["text"] = text = self._text()
-            num_text_bytes = _size_of(text)
+            num_text_bytes = size_of(text)
         uses = self._stream.adapters
         if len(uses) > 1 or any(use.scale != 1.0 for use in uses):
             more["adapters"] = [{"name": use.name, "digest": use.digest, "scale": use.scale} for use in uses]
@@ -93,10 +93,10 @@ class GenerationRecord:
             "resumed_tokens": len(request.generated_token_ids),
             "cached_tokens": 0 if facts is None else facts.num_cached_tokens,
             "generated_tokens": 0 if facts is None else facts.num_new_tokens,
-            "queue_time_s": None if facts is None else _rounded(facts.queue_time_s),
-            "time_to_first_token_s": None if first_token_s is None else _rounded(first_token_s - request.arrival_s),
-            "total_time_s": _rounded(now_s - request.arrival_s),
-            "workers": [] if facts is None else [_place(place) for place in facts.places],
+            "queue_time_s": None if facts is None else rounded(facts.queue_time_s),
+            "time_to_first_token_s": None if first_token_s is None else rounded(first_token_s - request.arrival_s),
+            "total_time_s": rounded(now_s - request.arrival_s),
+            "workers": [] if facts is None else [place_of(place) for place in facts.places],
         }
 
     def _text(self) -> dict[str, Any]:
@@ -109,7 +109,8 @@ class GenerationRecord:
         return {"prompt": prompt, "completions": self._stream.texts}
 
 
-def _place(place: Place) -> dict[str, Any]:
+def place_of(place: Place) -> dict[str, Any]:
+    """Where tokens were computed, as the log has it."""
     slot = place.slot
     return {
         "worker_id": place.worker_id,
@@ -119,16 +120,17 @@ def _place(place: Place) -> dict[str, Any]:
     }
 
 
-def _rounded(seconds: float | None) -> float | None:
+def rounded(seconds: float | None) -> float | None:
+    """A time, to the microsecond."""
     return None if seconds is None else round(seconds, 6)
 
 
-def _size_of(value: Any) -> int:
+def size_of(value: Any) -> int:
     """About how many bytes of memory the texts and numbers in `value` take."""
     if isinstance(value, str):
         return len(value) * 4
     if isinstance(value, dict):
-        return sum(map(_size_of, value.values()))
+        return sum(map(size_of, value.values()))
     if isinstance(value, list):
-        return 64 + sum(map(_size_of, value))
+        return 64 + sum(map(size_of, value))
     return 32

@@ -23,11 +23,14 @@ def check_preconditions(preconditions: generation_pb2.Preconditions, violations:
             check_digest(digest, f"preconditions.{name}", violations)
 
 
-def require_model(expected: str, fingerprint: str) -> None:
-    """Raises PreconditionFailed if `expected` is another model than the one served here; empty matches any."""
+def require_model(expected: str, fingerprint: str, field: str = "preconditions.model_fingerprint") -> None:
+    """Raises PreconditionFailed if `expected` is another model than the one served here; empty matches any.
+
+    `field`: where the request names it.
+    """
     if expected and expected != fingerprint:
         raise PreconditionFailed(
-            f"preconditions.model_fingerprint: {expected[:12]} is not the model served here, {fingerprint[:12]}; "
+            f"{field}: {expected[:12]} is not the model served here, {fingerprint[:12]}; "
             "send a new request, without resume_from and preconditions"
         )
 

@@ -91,7 +91,7 @@ def check_request(
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         violations.add("priority", f"is {request.priority}; give a value from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     _check_resume(request, decoding, violations)
-    resume_from = _checked_token_ids(request.resume_from.ids, "resume_from.ids", vocab_size, violations)
+    resume_from = checked_token_ids(request.resume_from.ids, "resume_from.ids", vocab_size, violations)
     if max_tokens is not None and len(request.resume_from.ids) > max_tokens:
         violations.add(
             "resume_from.ids", f"{len(request.resume_from.ids)} tokens; at most stopping.max_tokens, {max_tokens}"
@@ -194,7 +194,7 @@ def _checked_input(
     if kind == "token_ids":
         if not request.token_ids.ids:
             violations.add("token_ids.ids", "is empty; a prompt needs at least one token")
-        return None, _checked_token_ids(request.token_ids.ids, "token_ids.ids", vocab_size, violations), None
+        return None, checked_token_ids(request.token_ids.ids, "token_ids.ids", vocab_size, violations), None
     if kind == "chat":
         return None, None, _checked_messages(request.chat.messages, violations)
     violations.add("input", "is not set; send one of text, token_ids and chat")
@@ -242,7 +242,8 @@ def _checked_render_time_s(request: generation_pb2.GenerateRequest, violations: 
     return moment.seconds + moment.nanos / 1e9
 
 
-def _checked_token_ids(ids: Sequence[int], field: str, vocab_size: int, violations: Violations) -> tuple[int, ...]:
+def checked_token_ids(ids: Sequence[int], field: str, vocab_size: int, violations: Violations) -> tuple[int, ...]:
+    """Token ids of the client. Adds a violation for the first one that the vocabulary lacks."""
     # Through numpy: a repeated field gives its ids one by one, at ten times the price.
     values = np.asarray(ids, dtype=np.uint32)
     unknown = values >= vocab_size
@@ -283,7 +284,7 @@ def _checked_stopping(
             "stopping.stop_token_ids", f"has {len(params.stop_token_ids)} ids; use at most {MAX_STOP_TOKEN_IDS}"
         )
     else:
-        _checked_token_ids(params.stop_token_ids, "stopping.stop_token_ids", vocab_size, violations)
+        checked_token_ids(params.stop_token_ids, "stopping.stop_token_ids", vocab_size, violations)
     if not params.HasField("max_tokens"):
         return None, params.min_tokens
     if params.max_tokens < 1:

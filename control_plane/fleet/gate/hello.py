@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from contract import PROTOCOL
-from contract.hello_bounds import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_HOST_BLOCKS, MAX_ROWS, MAX_SLOTS, MAX_STEP_TOKENS
+from contract.hello_bounds import (
+    MAX_BLOCK_SIZE,
+    MAX_BLOCKS,
+    MAX_HIDDEN_WIDTH,
+    MAX_HOST_BLOCKS,
+    MAX_ROWS,
+    MAX_SLOTS,
+    MAX_STEP_TOKENS,
+)
 from contract.ids import WORKER_ID_FORM, is_worker_id
 from contract.v1 import plan_pb2
 from control_plane.errors import BaseModelMismatch, FieldViolation, InvalidRequest
@@ -27,6 +35,7 @@ BOUNDS = {
     "max_adapter_model_len": (0, _INT32_MAX),
     "vocab_size": (1, _INT32_MAX),
     "num_host_blocks": (0, MAX_HOST_BLOCKS),
+    "hidden_width": (0, MAX_HIDDEN_WIDTH),
 }
 
 

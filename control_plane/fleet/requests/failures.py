@@ -16,11 +16,12 @@ from control_plane.errors import (
     NotFinite,
     NoWorker,
     PoisonedRequest,
+    PoolingNotServed,
     WorkerLost,
 )
 from control_plane.fleet.requests.deaths import open_deaths
 from control_plane.fleet.requests.jobs import Job
-from control_plane.scheduler.errors import AdapterNeverFits, RequestNeverFits, RowsNeverFit
+from control_plane.scheduler.errors import AdapterNeverFits, PoolingNeverFits, RequestNeverFits, RowsNeverFit
 from control_plane.scheduler.types import FinishReason, Request, RequestOutput
 
 MAX_MISMATCH_CHARS = 500
@@ -40,6 +41,11 @@ def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
         return AdapterTooLarge(
             f"adapter {_digest(request)} takes {num_bytes} bytes, more than the adapter memory of "
             "every worker; lower its rank, or start a worker with a larger --arena-bytes"
+        )
+    if isinstance(refusal, PoolingNeverFits):
+        return PoolingNotServed(
+            "no worker can read the last hidden state of this model, so it has no embeddings and no classes; use "
+            "Generate, or serve another base model"
         )
     if isinstance(refusal, RowsNeverFit):
         field = "decoding.best_of" if request.beam is None else "decoding.beam_search.width"

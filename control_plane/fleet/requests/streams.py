@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from control_plane.errors import MotetError
-from control_plane.scheduler.types import FinishReason, RequestOutput, SlotRef, TokenLogprobs
+from control_plane.scheduler.types import FinishReason, RequestOutput, SlotRef, TokenLogprobs, Vector
 
 MAX_UNREAD_TOKENS = 256  # per live index; above this the request is paused until its reader reads
 
@@ -23,13 +23,16 @@ class JobEvent:
     """What one index of a request gained since its event before."""
 
     token_ids: list[int]  # new tokens, in order; empty at most in the index's last event
-    finish_reason: FinishReason | None  # LENGTH or STOP_TOKEN in its last event; every other end is an exception
+    finish_reason: (
+        FinishReason | None
+    )  # LENGTH, STOP_TOKEN or POOLED in its last event; every other end is an exception
     num_cached_tokens: int  # prompt tokens served by the prefix cache when the request first ran
     queue_time_s: float  # arrival to the first plan that carried the request
     index: int = 0  # which completion of the request
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, if requested
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens but the first; once, with index 0
     score: float | None = None  # for beam search: what the completions are ranked by
+    pooled: Vector | None = None  # with POOLED: the vector
 
 
 class Place(NamedTuple):
@@ -183,6 +186,7 @@ class JobStream:
                 output.logprobs,
                 output.prompt_logprobs,
                 output.score,
+                output.pooled,
             )
         else:
             pending.token_ids.extend(output.token_ids)

@@ -88,7 +88,7 @@ class WorkerSession:
         self._owner = owner
         self._clock = clock
         self._awake = awake
-        self._encoder = PlanEncoder(epoch, hello.vocab_size)
+        self._encoder = PlanEncoder(epoch, hello.vocab_size, hello.hidden_width)
         self._is_pump_due = False
         self._progress = ProgressWatch()
         self._work = WorkWatch(settings)

@@ -17,9 +17,11 @@ from contract import sampling as sampling_params
 from contract.v1 import plan_pb2
 from control_plane.fleet.workers.errors import GarbageResult
 from control_plane.fleet.workers.returned_logprobs import ReturnedLogprobs, num_logprobs
+from control_plane.fleet.workers.returned_vectors import ReturnedVectors
 from control_plane.scheduler.types import (
     LoadSlot,
     NewRow,
+    PoolingKind,
     Sampling,
     SlotCommand,
     StepPlan,
@@ -30,20 +32,28 @@ from control_plane.scheduler.types import (
 _INT32 = np.dtype("<i4")
 _UINT32 = np.dtype("<u4")
 _FLOAT32 = np.dtype("<f4")
+_POOLING = {
+    PoolingKind.LAST: plan_pb2.POOLING_LAST,
+    PoolingKind.MEAN: plan_pb2.POOLING_MEAN,
+    PoolingKind.FIRST: plan_pb2.POOLING_FIRST,
+}
 
 
 class PlanEncoder:
     """Turns the plans of one session into differences, and checks the results against them."""
 
-    def __init__(self, epoch: int, vocab_size: int) -> None:
+    def __init__(self, epoch: int, vocab_size: int, hidden_width: int = 0) -> None:
+        """`hidden_width`: values of a pooled hidden state."""
         self._epoch = epoch
         self._vocab_size = vocab_size
         self._own_vocab_sizes: dict[int, int] = {}  # of rows whose adapters have other tokens than the base model
-        # Invariant: a row the worker knows is in exactly one of these four.
+        self._vectors = ReturnedVectors(hidden_width)
+        # Invariant: a row the worker knows is in exactly one of these five.
         self._tokens_left: dict[int, int] = {}  # row in prefill -> known tokens not yet computed
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
         self._host_fed_decoding: set[int] = set()  # past its prefill, and decodes only where it is fed
+        self._idle: set[int] = set()  # rows with `pooling` past their prefill
         self._host_fed: set[int] = set()  # rows that were begun so, those in prefill included
         self._logprobs = ReturnedLogprobs()
         # The decoding rows of the latest plan, as they are and packed, while the worker decodes just those: most plans
@@ -68,6 +78,7 @@ class PlanEncoder:
             if new.vocab_size is not None:
                 vocab_size = self._own_vocab_sizes[new.row] = new.vocab_size
             num_known = self._tokens_left[new.row] + new.num_computed_tokens
+            self._vectors.begin(new.row, new.pooling)
             self._logprobs.begin(new.row, new.sampling, num_known, vocab_size)
 
         paused, resumed, packed_rows = self._decode(plan)
@@ -119,7 +130,7 @@ class PlanEncoder:
         return paused, resumed, packed
 
     def _prefill(self, plan: StepPlan) -> list[int]:
-        """Follow the plan's prefills; the rows where one ends, which sample and decode from the next plan on."""
+        """Follow the plan's prefills; the rows where one ends: they sample, then decode, or pool."""
         ended: list[int] = []
         for row, num_tokens in plan.prefills:
             left = self._tokens_left[row] - num_tokens
@@ -127,7 +138,10 @@ class PlanEncoder:
             self._tokens_left[row] = left
             if left == 0:
                 del self._tokens_left[row]
-                (self._host_fed_decoding if row in self._host_fed else self._decoding).add(row)
+                if self._vectors.is_pooling(row):
+                    self._idle.add(row)
+                else:
+                    (self._host_fed_decoding if row in self._host_fed else self._decoding).add(row)
                 ended.append(row)
         if ended:
             self._steady = None
@@ -181,6 +195,7 @@ class PlanEncoder:
             result.logprobs[entry.row] = logprobs[0]
         for entry in message.prompt_logprobs:
             result.prompt_logprobs[entry.row] = self._logprobs.of_prompt(message.step_id, entry)
+        result.pooled.update(self._vectors.returned(message, row_ids))
         self._expected.popleft()
         self._num_finished += 1
         return result
@@ -196,9 +211,8 @@ class PlanEncoder:
         return plan_pb2.AttachResponse(evict_adapter=evict)
 
     def _is_known(self, row: int) -> bool:
-        return (
-            row in self._tokens_left or row in self._decoding or row in self._paused or row in self._host_fed_decoding
-        )
+        known = (self._tokens_left, self._decoding, self._paused, self._host_fed_decoding, self._idle)
+        return any(row in rows for rows in known)
 
     def _forget(self, row: int) -> None:
         assert self._is_known(row), f"row {row} is freed and was not in use"
@@ -209,6 +223,8 @@ class PlanEncoder:
         self._host_fed_decoding.discard(row)
         self._host_fed.discard(row)
         self._own_vocab_sizes.pop(row, None)
+        self._idle.discard(row)
+        self._vectors.forget(row)
         self._logprobs.forget(row)
 
 
@@ -225,6 +241,7 @@ def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
         plan_depth=plan_depth,
         num_host_blocks=hello.num_host_blocks,
         max_adapter_model_len=hello.max_adapter_model_len,
+        hidden_width=hello.hidden_width,
     )
 
 
@@ -257,6 +274,8 @@ def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> 
         sampling=_encode_sampling(sampling, vocab_size),
         adapters=_encode_adapters(row) if row.adapters else None,
         active_from=row.active_from,
+        pooling=None if row.pooling is None else _POOLING[row.pooling.kind],
+        num_labels=0 if row.pooling is None else row.pooling.num_labels,
     )
 
 

@@ -16,6 +16,7 @@ from control_plane.registry.peft.config_fields import check_fields, show, traine
 from control_plane.registry.peft.fields.long_context import FIELDS as ROPE_FIELDS
 from control_plane.registry.peft.kinds import FLAGS, kind_with
 from control_plane.registry.peft.kinds.adapter_kind import AdapterKind
+from control_plane.registry.peft.kinds.score_head import MAX_SCORE_LABELS, LabelNames
 from control_plane.registry.peft.module_names import LayerChoice, NamePattern, is_plain, suffixes
 from control_plane.registry.peft.peft_types import LORA, advice_for
 from control_plane.registry.peft.problems import Problems
@@ -25,6 +26,8 @@ _T = TypeVar("_T")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES = 100_000
 MAX_SCALING = 1000.0
+MAX_LABEL_BYTES = 256
+PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 _FIELD = "adapter_config.json"
 
 
@@ -41,6 +44,7 @@ class AdapterConfig:
     targets: TargetNames
     target_parameters: frozenset[str]  # names or suffixes of parameters, such as the stacked ones of experts
     trains_biases: bool  # biases of the base model were trained too
+    label_names: LabelNames
     ties_weights: bool  # adapters of embedding and head are one, where the base model ties these two
     rope: Mapping[str, Any]  # what fields/long_context.py reads
     saved_modules: frozenset[str] = frozenset()  # names of embeddings and heads that were trained whole
@@ -133,6 +137,7 @@ class _Reader:
     def read(self) -> AdapterConfig | None:
         """The configuration, or None if a field could not be read."""
         no_tokens: dict[str, tuple[int, ...]] = {}
+        no_labels: tuple[str, ...] = ()
         self._value("fan_in_fan_out", _flag, False)  # whatever it says: PEFT corrects it by the type of each module
         config = AdapterConfig(
             kind=self._kind(),
@@ -144,6 +149,11 @@ class _Reader:
             targets=self._targets(),
             target_parameters=self._value("target_parameters", _parameters, frozenset()),
             trains_biases=self._config.get("bias") not in (None, "none"),
+            label_names=LabelNames(
+                task_type=str(self._config.get("task_type") or ""),
+                names=self._value("id2label", _labels, no_labels),
+                problem_type=self._value("problem_type", _problem_type, ""),
+            ),
             ties_weights=self._value("ensure_weight_tying", _flag, False),
             rope={name: self._config.get(name) for name in ROPE_FIELDS},
             saved_modules=trained_whole(self._config.get("modules_to_save")),
@@ -239,6 +249,24 @@ def _layer_paths(field: str, value: Any) -> tuple[str, ...] | None:
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise refuse(field, f"is {show(value)}; a name, or a list of names, is expected")
     return tuple(paths) if all(map(is_plain, paths)) else None
+
+
+def _labels(field: str, value: Any) -> tuple[str, ...]:
+    """The labels in order, of a map as transformers' configurations have it: {"0": "negative", "1": "positive"}."""
+    is_map = isinstance(value, dict) and len(value) <= MAX_SCORE_LABELS
+    names = [value.get(str(index)) for index in range(len(value))] if is_map else []
+    if not names or not all(isinstance(name, str) and 1 <= len(name.encode()) <= MAX_LABEL_BYTES for name in names):
+        raise refuse(
+            field,
+            f'is {show(value)}; a map from "0", "1" and so on to labels of 1 to {MAX_LABEL_BYTES} bytes is expected',
+        )
+    return tuple(map(str, names))
+
+
+def _problem_type(field: str, value: Any) -> str:
+    if value not in PROBLEM_TYPES:
+        raise refuse(field, f"is {show(value)}; one of {', '.join(PROBLEM_TYPES)} is expected")
+    return str(value)
 
 
 def _ranks(field: str, value: Any) -> NamePattern[int]:

@@ -107,6 +107,8 @@ FIELDS = (
     Field("rope_parameters", Use.READ, "transformers", "as rope_scaling"),
     Field("context_length", Use.READ, "vLLM", "tokens that the adapter was trained for; alone: linear scaling to them"),
     # These change nothing.
+    Field("id2label", Use.READ, "added by hand", "the labels of a score head, as in the classifier's config.json"),
+    Field("problem_type", Use.READ, "added by hand", "what a score head's logits mean, as in that file"),
     Field("auto_mapping", Use.IGNORED, "0.4", "classes for PEFT's automatic loading; never followed"),
     Field("base_model_name_or_path", Use.IGNORED, "0.3", "never followed; the base is known by its fingerprint"),
     Field("corda_config", Use.IGNORED, "0.15", 'without `init_lora_weights: "corda"` PEFT ignores it'),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from contract.expert_names import of_all
-from contract.packed_layout import FORMAT, arena_bytes, chunk_name
+from contract.packed_layout import FORMAT, SCORE_HEAD, arena_bytes, chunk_name
 from contract.rope_scaling import RopeScaling
 from control_plane.errors import FieldViolation
 from control_plane.registry.adapter_files import CONFIG_FILE as CONFIG_FILE
@@ -30,6 +30,7 @@ from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_ad
 from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, TensorSource, write_chunk
 from control_plane.registry.peft.experts.tensors import expert_tensors
 from control_plane.registry.peft.fields.long_context import read_rope
+from control_plane.registry.peft.kinds.score_head import ScoreHead, head_entries, plan_score_head
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
 from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.rows.row_chunks import ReplacedRows, row_chunks
@@ -37,7 +38,7 @@ from control_plane.registry.peft.rows.row_sets import find_row_sets
 from control_plane.registry.peft.rows.row_tensors import take_row_tensors
 from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules
-from control_plane.registry.peft.tensor_names import own_biases
+from control_plane.registry.peft.tensor_names import own_biases, with_body_prefix
 from control_plane.registry.peft.trained_biases import with_trained_biases
 from control_plane.registry.trtllm.rows import opened_rows
 from control_plane.signatures.verdict import SignatureVerdict
@@ -72,6 +73,8 @@ class PackedInfo:
     parts: tuple[str, ...] = ()  # kinds of tensors that its modules have, sorted; "experts" where it is on experts
     signature: SignatureVerdict | None = None  # of the files that it was packed from; None: they have none
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
+    labels: tuple[str, ...] = ()  # of its score head; empty: it has none
+    problem_type: str = ""  # what the head's logits mean, in transformers' words; empty: not said
 
 
 def ingest(
@@ -99,7 +102,7 @@ def ingest(
         problems.raise_all()
         with opened_rows(files, targets, max_adapter_bytes, problems) as rows:
             return _pack(rows.source, rows.kind, rows.modules, base_model, directory, check)
-    config = None
+    config = head = None
     if CONFIG_FILE in files:
         with files[CONFIG_FILE].open("rb") as config_file:
             config = read_adapter_config(config_file.read(MAX_CONFIG_BYTES + 1), problems)
@@ -113,19 +116,21 @@ def ingest(
             entries = _read_entries(file, targets, max_adapter_bytes)
             row_tensors, entries = take_row_tensors(entries, config, targets, problems)
             biases = own_biases(entries)
-            bias_names = {entry.name for entry in biases.values()}
-            adapters = {name: entry for name, entry in entries.items() if name not in bias_names}
+            of_head = head_entries(entries)
+            others = {entry.name for entry in (*biases.values(), *of_head.values())}
+            adapters = with_body_prefix({n: e for n, e in entries.items() if n not in others}, targets)
             found = expert_tensors(file, adapters, config, targets, ordered, problems, check)
             modules = plan_modules(config, found, targets, problems, row_tensors.num_tokens)
             if config is not None:
                 modules = with_trained_biases(file, modules, biases, config, targets, problems)
+                head = plan_score_head(of_head, config.label_names, targets, problems)
             row_sets = find_row_sets(file, row_tensors, modules, targets, problems, check)
         problems.raise_all()
         assert config is not None, "a configuration that cannot be read is a problem"
         num_tokens = None if row_tensors.num_tokens == base_model.vocab_size else row_tensors.num_tokens
         replaced = ReplacedRows(tuple(row_sets), num_tokens, file, found.source)
         source = FileSource(found.source)
-        return _pack(source, config.manifest_kind, modules, base_model, directory, check, rope, replaced)
+        return _pack(source, config.manifest_kind, modules, base_model, directory, check, rope, replaced, head)
 
 
 def _check_file_names(files: Mapping[str, Path], written: AdapterFormat, problems: Problems) -> None:
@@ -159,6 +164,7 @@ def _pack(
     check: Callable[[], None],
     rope: RopeScaling | None = None,
     rows: ReplacedRows | None = None,
+    head: ScoreHead | None = None,
 ) -> PackedInfo:
     row_sets, num_tokens = ((), None) if rows is None else (rows.sets, rows.num_tokens)
     groups: dict[int | None, list[ModulePlan]] = {}
@@ -188,8 +194,15 @@ def _pack(
         of_rows, written_rows = _pack_rows(rows, source, base_model.dtype, directory, check, problems)
         described += of_rows
         chunks += written_rows
+    if head is not None:
+        with problems.collected():
+            chunk = _pack_head(head, source, directory / SCORE_HEAD, check)
+            chunks.append(chunk)
+            of_head = {"modules": [], "name": SCORE_HEAD, "sha256": chunk.sha256, "size_bytes": chunk.size_bytes}
+            described.append(of_head)
     problems.raise_all()
     document = {
+        **({} if head is None else {SCORE_HEAD: head.described}),
         "base_fingerprint": base_model.fingerprint,
         "chunks": described,
         "dtype": base_model.dtype,
@@ -208,11 +221,18 @@ def _pack(
         min_rank=min((plan.rank for plan in modules), default=0),
         parts=_parts(modules, has_rows=bool(row_sets)),
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
-        arena_bytes=arena_bytes([plan.size for plan in modules], base_model.dtype, [part.size for part in row_sets]),
+        arena_bytes=arena_bytes(
+            [plan.size for plan in modules],
+            base_model.dtype,
+            [part.size for part in row_sets],
+            None if head is None else head.size,
+        ),
         target_modules=tuple(sorted({of_all(plan.name) for plan in modules} | {part.name for part in row_sets})),
         num_tokens=num_tokens,
         num_rows=sum(len(part.ids) for part in row_sets),
         context_length=0 if rope is None else rope.context_length,
+        labels=() if head is None else head.labels,
+        problem_type="" if head is None else head.problem_type,
     )
 
 
@@ -242,6 +262,12 @@ def _pack_rows(
 def _parts(modules: list[ModulePlan], *, has_rows: bool) -> tuple[str, ...]:
     parts = {part.packed_name for plan in modules for part, _ in plan.tensors} | ({"rows"} if has_rows else set())
     return tuple(sorted(parts | {"experts" for plan in modules if plan.kind is ModuleKind.EXPERT}))
+
+
+def _pack_head(head: ScoreHead, source: TensorSource, path: Path, check: Callable[[], None]) -> PackedChunk:
+    with path.open("x+b") as out:
+        written = write_chunk(out, source, head.tensors, check)
+    return PackedChunk(path, written.size_bytes, written.sha256)
 
 
 def _tensors(plan: ModulePlan, dtype: str) -> list[PackedTensor]:

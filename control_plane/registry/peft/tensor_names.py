@@ -6,6 +6,7 @@ Called by module_plans.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from control_plane.registry.peft.kinds import parts_of_all_kinds
 from control_plane.registry.peft.kinds.base_bias import PART_BASE_BIAS
@@ -54,6 +55,27 @@ def own_biases(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         and not key.endswith(tuple(_PARTS))
         and _OTHER_KINDS.keys().isdisjoint(key.split("."))
     }
+
+
+def with_body_prefix(entries: Mapping[str, TensorEntry], targets: TargetModules) -> dict[str, TensorEntry]:
+    """The tensors by the names that they have in the model with its head.
+
+    Embedding models are trained without the head, on transformers' AutoModel: the names of their modules lack the first
+    part, layers.0.mlp.up_proj in place of model.layers.0.mlp.up_proj. A name is changed only if the model has no module
+    of the name as it is, and exactly one of all its parts has this one in it.
+    """
+    bodies = sorted({name.partition(".")[0] for name in targets.served if "." in name})
+    found = {}
+    for key, entry in entries.items():
+        suffix = next((suffix for suffix in _PARTS if key.endswith(suffix)), None)
+        module = key.removeprefix(_KEY_PREFIX).removesuffix(suffix or "")
+        if suffix is not None and key.startswith(_KEY_PREFIX) and module not in targets.served:
+            known = [body for body in bodies if f"{body}.{module}" in targets.served]
+            full = f"{_KEY_PREFIX}{known[0]}.{module}{suffix}" if len(known) == 1 else key
+            if full not in entries:
+                key, entry = full, replace(entry, name=full)
+        found[key] = entry
+    return found
 
 
 def split_key(key: str, targets: TargetModules) -> tuple[str, str]:

@@ -216,6 +216,12 @@ class Sequence:
         """Whether log-probabilities of its prompt are requested and not returned yet; its first token brings them."""
         return self.sampling.num_prompt_logprobs is not None and not self.generated
 
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every token of its prompt must be computed: what is returned of it is in no cached block."""
+        pooling = self.request.pooling
+        return self.awaits_prompt_logprobs or (pooling is not None and pooling.reads_all)
+
     def tokens_between(self, start: int, end: int) -> list[int]:
         """Known tokens of positions [start, end)."""
         prompt = self.request.prompt_token_ids

@@ -49,6 +49,7 @@ def begin_row(row: Row, slot_generation: int, slot_uses: tuple[SlotUse, ...] = (
         is_linear=_is_linear(sequence),
         active_from=sequence.request.active_from,
         vocab_size=None if (adapter := sequence.request.adapter) is None else adapter.vocab_size,
+        pooling=sequence.request.pooling,
     )
 
 

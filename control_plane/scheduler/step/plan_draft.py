@@ -137,14 +137,17 @@ def check_result(in_flight: deque[InFlightStep], result: StepResult) -> None:
             f"step {result.step_id}: {len(result.token_ids)} tokens came for rows {result.rows}; expected is a token "
             f"for each of rows {expected}"
         )
-    _check_logprobs(step, result)
+    _check_extras(step, result)
 
 
-def _check_logprobs(step: InFlightStep, result: StepResult) -> None:
-    """Raise ResultMismatch unless sampled tokens come with their log-probabilities, and prompts with no more than due.
+def _check_extras(step: InFlightStep, result: StepResult) -> None:
+    """Raise ResultMismatch if vectors or log-probabilities of sampled tokens lack, or more than due is of a prompt.
 
     Less than is due of a prompt is no mismatch: what is not finite is left out.
     """
+    for row, _, samples in step.prefills:
+        if samples and row.sequence.request.pooling is not None and not _has_vector(row, result):
+            raise ResultMismatch(f"step {result.step_id}: row {row.row_idx} came without its vector")
     for row_idx in step.logprob_rows:
         if row_idx not in result.logprobs and row_idx not in result.failed_rows:
             raise ResultMismatch(f"step {result.step_id}: row {row_idx} came without its log-probabilities")
@@ -158,6 +161,10 @@ def _check_logprobs(step: InFlightStep, result: StepResult) -> None:
                 f"step {result.step_id}: row {row.row_idx} came with log-probabilities of {num_returned} prompt "
                 f"tokens; {num_due} are due"
             )
+
+
+def _has_vector(row: Row, result: StepResult) -> bool:
+    return row.row_idx in result.pooled or row.row_idx in result.failed_rows
 
 
 def num_prompt_logprobs_due(row: Row, num_tokens: int) -> int:

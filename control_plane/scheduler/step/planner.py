@@ -263,8 +263,8 @@ class Planner:
         sequence = members[0]
         num_known = sequence.num_known
         # At least one token must be computed, or there would be nothing to sample from. To return the prompt's
-        # log-probabilities, all of it must be.
-        max_hits = 0 if sequence.awaits_prompt_logprobs else (num_known - 1) // size
+        # log-probabilities, or the mean of its hidden states, all of it must be.
+        max_hits = 0 if sequence.needs_whole_prompt else (num_known - 1) // size
         num_hits, num_unheld = self._worker.cache.count_hits(sequence, max_hits)
         num_needed = -(-num_known // size) - num_hits + num_fork_blocks(members, size)
         return num_hits if self._fit(num_needed, num_unheld) is BlockFit.OK else None

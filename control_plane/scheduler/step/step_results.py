@@ -74,6 +74,9 @@ class StepResults:
             if sequence.is_host_fed:
                 self._apply_beam(row, result, outputs)
                 return
+            if sequence.request.pooling is not None:
+                self._apply_vector(row, result, outputs)
+                return
             reason = sequence.accept(token_id)
             group.note_progress()
             self.num_tokens_sampled += 1
@@ -91,6 +94,14 @@ class StepResults:
                 self._lifecycle.end_sequence(sequence)
                 return
         self._lifecycle.leave_if_drained(row)
+
+    def _apply_vector(self, row: Row, result: StepResult, outputs: list[RequestOutput]) -> None:
+        """Apply the vector of a row with `pooling`, which ends its request."""
+        self._rows.register(row)
+        output = row.sequence.group.output([], FinishReason.POOLED)
+        output.pooled = result.pooled[row.row_idx]
+        outputs.append(output)
+        self._lifecycle.end_sequence(row.sequence)
 
     def _fail(self, group: SequenceGroup, outputs: list[RequestOutput]) -> None:
         """End a request whose logits were not finite, at a token to sample or with a log-probability to return."""

@@ -49,10 +49,11 @@ class AdapterArena:
         base_fingerprint: str,
         rotary: Rotary | None = None,
         num_scaled: int = 0,
+        hidden_width: int = 0,
     ) -> None:
         """`rotary`: None if the model has none that adapters may scale.
 
-        num_scaled: pairs of an adapter and a scale that rows may use at once.
+        num_scaled: pairs of an adapter and a scale that rows may use at once. hidden_width: what score heads read.
         """
         if not targets:
             raise ValueError("target modules is empty: the model has no linear that adapters may target")
@@ -64,6 +65,7 @@ class AdapterArena:
         self._device = torch.device(device)
         self._base_fingerprint = base_fingerprint
         self._rotary = rotary
+        self._hidden_width = hidden_width
         self._pool = PagePool(targets, arena_bytes, dtype, self._device)
         self.table = SlotTable(targets, num_slots, self._pool, num_scaled)
         self.groups = ModuleGroups(targets, self.table, base)
@@ -160,6 +162,11 @@ class AdapterArena:
             )
         if TORCH_DTYPES[manifest.dtype] != self._dtype:
             raise AdapterMismatch(f"{where}: dtype is {manifest.dtype}, this worker serves {self._dtype}")
+        if manifest.head is not None and manifest.head.in_features != self._hidden_width:
+            raise AdapterMismatch(
+                f"{where}: its score head reads {manifest.head.in_features} values, the model's last hidden state has "
+                f"{self._hidden_width or 'none that can be read'}"
+            )
         return place(manifest, self._targets, self._pool)
 
     def _rotation(self, manifest: Manifest) -> RotaryTables | None:
@@ -207,6 +214,7 @@ class AdapterArena:
             on_device,
             self.table.columns(placement.modules),
             placement.num_matrix_pages,
+            placement.head,
             size_bytes,
             rotation,
             placement.rows,
@@ -313,6 +321,17 @@ class AdapterArena:
             for adapter in self.unlisted:
                 self.table.put(adapter)
             self.unlisted.clear()
+
+    def num_labels(self, slot: int) -> int:
+        """Labels of the score head of the adapter in a slot that is ready; 0: it has none."""
+        head = self._ready[slot].head
+        return 0 if head is None else head.size.num_labels
+
+    def score(self, slot: int, state: torch.Tensor) -> torch.Tensor:
+        """float32 logits [num_labels] of the score head of the adapter in a slot, of a hidden state float32 [width]."""
+        adapter = self._ready[slot]
+        assert adapter.head is not None, f"slot {slot} has no score head"
+        return adapter.head.logits(self._pool, adapter.page_ids_device[adapter.first_vector_page :], state)
 
     def page_ids(self, slot: int) -> npt.NDArray[np.int64]:
         """The pages of the adapter in a slot that is ready."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from data_plane.adapters.arena.pages import PagePool
+from data_plane.adapters.arena.placed_head import PlacedHead
 from data_plane.adapters.arena.row_tables import OUTER_KINDS, RowPages, row_width
 from data_plane.adapters.arena.slots import ModulePages
 from data_plane.adapters.format.manifest import Manifest, ModuleEntry, RowsEntry
@@ -24,6 +25,7 @@ class Placement:
     num_matrix_pages: int  # the vectors follow
     num_pages: int
     rows: Mapping[str, RowPages] = field(default_factory=dict)  # of embedding and head, by target module name
+    head: PlacedHead | None = None
 
 
 def place(manifest: Manifest, targets: Mapping[str, TargetModule], pool: PagePool) -> Placement:
@@ -46,13 +48,17 @@ def place(manifest: Manifest, targets: Mapping[str, TargetModule], pool: PagePoo
         rows[name] = RowPages(entry.num_rows, first, num_values, bias)
         first += pool.num_pages_of(entry.num_rows, entry.width)
         num_values += entry.size.num_values
+    head = None
+    if manifest.head is not None:
+        head = PlacedHead(manifest.head, num_values)
+        num_values += manifest.head.num_values
     arena_bytes = manifest.arena_bytes({name for name, target in targets.items() if target.kind is TargetKind.HEAD})
     assert arena_bytes % pool.page_bytes == 0, "the columns of a page divide all widths that whole pages are made for"
     num_pages = arena_bytes // pool.page_bytes
     assert first + -(-num_values // pool.values_per_page) <= num_pages, (
         "an adapter needs more pages than its arena bytes"
     )
-    return Placement(modules, num_values, first, num_pages, rows)
+    return Placement(modules, num_values, first, num_pages, rows, head)
 
 
 def _whole_rows(manifest: Manifest, targets: Mapping[str, TargetModule]) -> dict[str, RowsEntry]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.pages import PagePool
+from data_plane.adapters.arena.placed_head import PlacedHead
 from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.arena.row_tables import RowPages, RowTables
 from data_plane.plan import TargetModule
@@ -56,6 +57,7 @@ class ResidentAdapter:
     page_ids_device: torch.Tensor  # int64, the same
     columns: Columns
     first_vector_page: int  # index within its pages: float32 vectors of all target modules, side by side
+    head: PlacedHead | None  # its score head, among the vectors
     size_bytes: int  # of all its matrices and vectors without page rounding
     rotation: RotaryTables | None = None  # of its own; None: the model's
     rows: Mapping[str, RowPages] = field(default_factory=dict)  # of the embedding and the head, by target module name

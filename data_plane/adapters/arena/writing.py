@@ -14,7 +14,7 @@ from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement
 from data_plane.adapters.arena.slots import Load
 from data_plane.adapters.format.manifest import Manifest
-from data_plane.adapters.format.packed import ModuleTensors, RowTensors, read_chunk, read_rows
+from data_plane.adapters.format.packed import ModuleTensors, RowTensors, read_chunk, read_rows, read_score_head
 from data_plane.adapters.kinds.adapter_kind import ArenaWeights, PackedModule
 from data_plane.adapters.kinds.base_weights import BaseWeights
 from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable
@@ -65,6 +65,10 @@ class AdapterWriter:
                 before = written.get(rows.entry.name, WrittenRows())
                 written[rows.entry.name] = self._write_rows(rows, before, placement, page_ids, vectors, manifest)
                 size_bytes += rows.rows.nbytes
+            if not chunk.modules and not chunk.rows:
+                assert placement.head is not None, "a chunk without modules and rows is a score head"
+                values = read_score_head(manifest, chunk, data)
+                vectors[placement.head.first_value :][: len(values)] = values
             for part in read_chunk(manifest, chunk, data) if chunk.modules else ():
                 _check_wanted(load)  # a chunk may be all of the adapter, and DoRA scales take long
                 weights, entry = self._weights(part, manifest.digest), placement.modules[part.module.name]

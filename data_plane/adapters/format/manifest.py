@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.ids import DIGEST_FORM, is_digest
-from contract.packed_layout import FORMAT, ITEMSIZE, ModuleSize, RowsSize, arena_bytes
+from contract.packed_layout import FORMAT, ITEMSIZE, SCORE_HEAD, ModuleSize, RowsSize, ScoreHeadSize, arena_bytes
 from contract.rope_scaling import RopeScaling, read_rope_scaling
 from data_plane.adapters.kinds import MANIFEST_WORDS, kind_with
 from data_plane.adapters.kinds.adapter_kind import AdapterKind
@@ -19,7 +19,9 @@ from data_plane.errors import AdapterCorrupt
 # About 300 bytes per module; a very large model has 10 000 modules.
 MAX_MANIFEST_BYTES = 16 << 20
 
-_MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}  # and "rope" of a long-context adapter
+_MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
+_OPTIONAL_KEYS = {"num_tokens", "rope", SCORE_HEAD}  # of own vocabularies, long contexts, score heads
+_HEAD_KEYS = {"has_bias", "in_features", "labels", "num_labels", "problem_type"}
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
 _ROWS_KEYS = {"ids_sha256", "name", "num_rows", "rows_sha256", "width"}
 _MODULE_KEYS = {"in_features", "name", "out_features", "rank", "scaling"}  # and the hashes of its kind's parts
@@ -81,12 +83,14 @@ class Manifest:
     chunks: tuple[ChunkEntry, ...]
     rope: RopeScaling | None = None  # its own rotary embedding; None: the base model's
     num_tokens: int | None = None  # of the adapter's own vocabulary; None: the base model's
+    head: ScoreHeadSize | None = None  # in the chunk SCORE_HEAD, which is there if this is
 
     def arena_bytes(self, heads: Collection[str]) -> int:
         """What the adapter takes of an arena, by the formula of docs/protocol.md. `heads`: the model's, by name."""
         modules = [module for chunk in self.chunks for module in chunk.modules]
         rows = [part.size for chunk in self.chunks for part in chunk.rows]
-        return arena_bytes([module.size(is_head=module.name in heads) for module in modules], self.dtype, rows)
+        sizes = [module.size(is_head=module.name in heads) for module in modules]
+        return arena_bytes(sizes, self.dtype, rows, self.head)
 
 
 def read_manifest(data: bytes, digest: str) -> Manifest:
@@ -98,7 +102,8 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
         raise AdapterCorrupt(f"adapter {digest}: its manifest hashes to {actual}")
     try:
         raw = json.loads(data)
-        fields = _fields(raw, _MANIFEST_KEYS | _given(raw, "num_tokens") | _given(raw, "rope"), "manifest")
+        optional = _OPTIONAL_KEYS & raw.keys() if isinstance(raw, dict) else set()
+        fields = _fields(raw, _MANIFEST_KEYS | optional, "manifest")
         if fields["format"] != FORMAT:
             raise ValueError(f"format is {fields['format']!r}, this worker reads {FORMAT}")
         if fields["kind"] not in MANIFEST_WORDS:
@@ -111,8 +116,12 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
             raise ValueError("a module is named twice")
         rope = read_rope_scaling(fields["rope"]) if "rope" in fields else None
         num_tokens = _count(fields["num_tokens"], "num_tokens") if "num_tokens" in fields else None
+        head = _head(fields[SCORE_HEAD]) if SCORE_HEAD in fields else None
+        empty = [chunk.name for chunk in chunks if not chunk.modules and not chunk.rows]
+        if empty != ([] if head is None else [SCORE_HEAD]):
+            raise ValueError(f"chunk {empty or SCORE_HEAD} has no module and no rows, which a score head's alone has")
         fingerprint = _hash(fields["base_fingerprint"])
-        return Manifest(digest, fingerprint, fields["kind"], fields["dtype"], chunks, rope, num_tokens)
+        return Manifest(digest, fingerprint, fields["kind"], fields["dtype"], chunks, rope, num_tokens, head)
     except (ValueError, RecursionError) as error:
         raise AdapterCorrupt(f"adapter {digest}: {error}") from error
 
@@ -130,8 +139,8 @@ def _chunk(raw: Any) -> ChunkEntry:
     fields = _fields(raw, _CHUNK_KEYS | _given(raw, "rows"), "chunk")
     modules = tuple(_module(entry) for entry in _list(fields["modules"], "modules"))
     rows = tuple(_rows(entry) for entry in _list(fields.get("rows", []), "rows"))
-    if bool(modules) == bool(rows):
-        raise ValueError(f"chunk {fields['name']!r} has {'modules and rows' if rows else 'no module'}")
+    if modules and rows:
+        raise ValueError(f"chunk {fields['name']!r} has modules and rows")
     return ChunkEntry(
         _text(fields["name"]), _hash(fields["sha256"]), _count(fields["size_bytes"], "size_bytes"), modules, rows
     )
@@ -152,6 +161,14 @@ def _rows(raw: Any) -> RowsEntry:
 def _given(raw: Any, key: str) -> set[str]:
     """The key if it is there."""
     return {key} if isinstance(raw, dict) and key in raw else set()
+
+
+def _head(raw: Any) -> ScoreHeadSize:
+    fields = _fields(raw, _HEAD_KEYS, "score head")
+    if not isinstance(fields["has_bias"], bool):
+        raise ValueError(f"has_bias is {fields['has_bias']!r}, want true or false")
+    num_labels, in_features = _count(fields["num_labels"], "num_labels"), _count(fields["in_features"], "in_features")
+    return ScoreHeadSize(num_labels, in_features, fields["has_bias"])
 
 
 def _module(raw: Any) -> ModuleEntry:

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
+from contract.packed_layout import SCORE_BIAS, SCORE_WEIGHT
 from data_plane.adapters.format.manifest import ChunkEntry, Manifest, ModuleEntry, RowsEntry
 from data_plane.errors import AdapterCorrupt, AdapterMismatch
 
@@ -66,6 +67,21 @@ def read_chunk(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> Iterator[M
             tensor = tensors[part.name] = found[name]
             _check_tensor(tensor, name, TORCH_DTYPES[part.dtype or manifest.dtype], part.shape(module), where)
         yield ModuleTensors(module, tensors)
+
+
+def read_score_head(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> torch.Tensor:
+    """The values of the score head's chunk, float32 [num_values]: the weight, then the bias. Raises as read_chunk."""
+    head = manifest.head
+    assert head is not None, "a chunk without modules and rows belongs to a score head"
+    where = f"adapter {manifest.digest}: chunk {chunk.name}"
+    shapes: dict[str, tuple[int, ...]] = {SCORE_WEIGHT: (head.num_labels, head.in_features)}
+    if head.has_bias:
+        shapes[SCORE_BIAS] = (head.num_labels,)
+    found = _load(data, where)
+    _check_names(found, shapes.keys(), where)
+    for name, shape in shapes.items():
+        _check_tensor(found[name], name, torch.float32, shape, where)
+    return torch.cat([found[name].reshape(-1) for name in shapes])
 
 
 def _load(data: bytes, where: str) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from tests.hostile.bad_inputs import (
     generation,
     mutations,
     other_calls,
+    pooling,
     pushes,
     uploads,
     worker_port,
@@ -33,6 +34,7 @@ GOOD_ADAPTER = "good"  # registered before anything is sent, and all that is reg
 # What is sent to the port of clients, by the module of the cases.
 CLIENT_TABLES: dict[str, Callable[[Facts], Iterator[Case]]] = {
     "generation": generation.cases,
+    "pooling": pooling.cases,
     "adapter_calls": adapter_calls.cases,
     "uploads": uploads.cases,
     "pushes": pushes.cases,

@@ -8,9 +8,9 @@ import grpc
 from google.longrunning import operations_pb2
 from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2
-from motet.v1 import adapters_pb2, generation_pb2, status_pb2
+from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, status_pb2
 
-from tests.hostile.bad_inputs import generation, names
+from tests.hostile.bad_inputs import generation, names, pooling
 from tests.hostile.bad_inputs.adapter_calls import SERVICE as ADAPTERS
 from tests.hostile.bad_inputs.case import OK, Case, short
 from tests.hostile.bad_inputs.facts import MAX_MESSAGE_BYTES, Facts
@@ -26,6 +26,8 @@ TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
 # Every unary request message by its method: the strings in them are sent with bytes that are not UTF-8.
 UNARY = {
     generation.GENERATE: generation_pb2.GenerateRequest,
+    pooling.EMBED: pooling_pb2.EmbedRequest,
+    pooling.CLASSIFY: pooling_pb2.ClassifyRequest,
     **{
         f"{ADAPTERS}{name}": getattr(adapters_pb2, f"{name}Request")
         for name in (

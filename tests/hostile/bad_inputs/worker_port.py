@@ -133,6 +133,7 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
         "max_model_len": [0, 1, 2**31, U32],
         "vocab_size": [0, 2**31, U32],
         "num_host_blocks": [(1 << 21) + 1, U32],
+        "hidden_width": [(1 << 20) + 1, U32],
     }
     bad_devices = ["x" * 129, "x" * 100_000, "\x1b[2Jcpu", "cpu\nERROR forged", "\0"]
     yield from (refused(INVALID, "hello.device", device=device) for device in bad_devices)
@@ -303,6 +304,7 @@ def _results(facts: Facts) -> Iterator[Conversation]:
     }.items():
         yield result(f"log-probabilities {name}", "", sampled_logprobs=[entry])
     yield result("prompt log-probabilities that nobody requested", "row 0", prompt_logprobs=[_logprobs()])
+    yield result("a vector that nobody requested", "vectors", pooled=[pb.PooledRow(row=0, values=_floats(1.0))])
     yield result("as it should be", code=OK)
     yield result("with a time of 2^64 - 1", code=OK, step_time_us=U64, move_time_us=U64, num_moved_blocks=U32)
 

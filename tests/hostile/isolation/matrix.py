@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status_pb2, verify_pb2
+from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, push_pb2, status_pb2, verify_pb2
 
 from tests.control_plane.api.rpc.test_callers import CLIENT_METHODS
 from tests.hostile.isolation.things import Things
@@ -102,6 +102,23 @@ def _generate(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
     ]
 
 
+def _embed(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
+    name, inputs = f"adapters/{things.adapter_id}", [{"token_ids": {"ids": PROMPT}}]
+    return [
+        [pooling_pb2.EmbedRequest(adapter=name, adapter_digest=things.former_digest, request_id="mine", inputs=inputs)],
+        [pooling_pb2.EmbedRequest(adapter=name, inputs=[{"text": things.text}])],
+        [pooling_pb2.EmbedRequest(cache_salt=things.cache_salt, inputs=inputs)],
+    ]
+
+
+def _classify(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
+    name, inputs = f"adapters/{things.adapter_id}", [{"text": things.text}]
+    digest, salt = things.former_digest, things.cache_salt
+    return [
+        [pooling_pb2.ClassifyRequest(adapter=name, adapter_digest=digest, cache_salt=salt, inputs=inputs)],
+    ]
+
+
 def _update(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
     adapter = {"name": f"adapters/{things.adapter_id}", "labels": {"a": "b"}, "display_name": "d"}
     everything = ["labels", "display_name", "visibility", "shared_with", "owner"]
@@ -137,6 +154,8 @@ def _plain(*messages: Message) -> Callable[[Things, dict[str, bytes]], list[list
 
 _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] = {
     "Generate": _generate,
+    "Embed": _embed,
+    "Classify": _classify,
     "UploadAdapter": _upload,
     "PushVersion": _push,
     # Of a version that nobody has, so that no process starts.

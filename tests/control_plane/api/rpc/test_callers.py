@@ -17,7 +17,7 @@ from google.longrunning import operations_pb2
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status_pb2, verify_pb2
+from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, push_pb2, status_pb2, verify_pb2
 
 from contract.v1 import plan_pb2
 from control_plane.access.authenticator import Authenticator, Presented
@@ -46,9 +46,17 @@ REFLECTION = {
     for name in reflection.SERVICE_NAMES
     for method in methods_of(reflection_pb2).values()
 }
-CLIENT_METHODS = (
-    methods_of(generation_pb2, adapters_pb2, push_pb2, status_pb2, verify_pb2, operations_pb2, health_pb2) | REFLECTION
+_CLIENT_FILES = (
+    generation_pb2,
+    pooling_pb2,
+    adapters_pb2,
+    push_pb2,
+    status_pb2,
+    verify_pb2,
+    operations_pb2,
+    health_pb2,
 )
+CLIENT_METHODS = methods_of(*_CLIENT_FILES) | REFLECTION
 WORKER_METHODS = methods_of(plan_pb2, health_pb2)
 
 

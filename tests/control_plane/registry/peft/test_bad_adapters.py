@@ -272,9 +272,10 @@ OTHER_NAMES = [
         "whether model.layers.0.mlp.experts takes adapters only a worker can tell: start one, then register the",
     ),
     (f"{PREFIX}.base_layer.lora_A.weight", "belongs to LoRA on stacked parameters"),
-    ("base_model.model.score.weight", "belongs to the head of another task, and Motet generates text only; save the"),
+    ("base_model.model.score.weight", "is a classification head, and task_type is CAUSAL_LM; set it to SEQ_CLS if"),
     ("base_model.model.qa_outputs.bias", "belongs to the head of another task"),
-    ("base_model.model.score.modules_to_save.weight", "belongs to a fully trained module, which is not served; train"),
+    ("base_model.model.score.modules_to_save.weight", "is a classification head, and task_type is CAUSAL_LM; set it"),
+    ("base_model.model.model.norm.modules_to_save.weight", "belongs to a fully trained module, which is not served"),
     ("base_model.model.model.encoder.lora_A.weight", "check that the adapter was trained on this base model"),
     ("decoder.layers.0.self_attention.linear_qkv.adapter.weight", "is not a LoRA tensor's name; base_model.model."),
 ]

@@ -1,0 +1,1 @@
+"""Embeddings and classes: their calls, and the commands that make them."""
