@@ -39,12 +39,13 @@ from control_plane.access.name_prefixes import NamePrefixes
 from control_plane.access.settings import AccessSettings
 from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
+from control_plane.adapters.background import begin
 from control_plane.adapters.keeper import Keeper
 from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import health, status
-from control_plane.api.admin import adapters, operations, push, verification
+from control_plane.api.admin import adapters, operations, push, residency, verification
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
@@ -78,7 +79,7 @@ T = TypeVar("T")
 
 # How long the last messages of ended streams may take to leave, after the drain.
 CLOSE_GRACE_S = 1.0
-_REFLECTED = (generation, pooling, adapters, push, verification, status, operations, health)
+_REFLECTED = (generation, pooling, adapters, push, residency, verification, status, operations, health)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,8 +160,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     registry, weights = await _open_storage(config, base_model, reports, uploads_dir, prefixes, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher(on_read=audit.file_read)
-    transport = _open(open_transport, config, watcher)
-    authenticator = await _authenticator(config, watcher, stack)
+    transport, authenticator = _open(open_transport, config, watcher), await _authenticator(config, watcher, stack)
     clients, workers = _make_ports(config, max_connections, authenticator, transport, audit, stack)
     fleet = Fleet(assemble(fleet_settings, base_model, weights, registry.incarnation, audit=audit))
     stack.push_async_callback(fleet.close)
@@ -190,7 +190,6 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     generation_service = generation.GenerationService(model=facts, served=reports, **parts)
     pooling_service = pooling.PoolingService(model=facts, served=reports, **parts)
     status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
-    worker_service = WorkerService(fleet, weights, transport.worker_access, audit)
     health_service, reporter = _report_on(fleet, reports)
     health_part = (health_pb2_grpc.add_HealthServicer_to_server, health_service)
     _offer(
@@ -200,10 +199,12 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         push_part(config, registry, life_cycle, weights, fleet, gate, uploads, audit),
         verification_part(config, base_model, registry, weights, fleet, operation_store, gate, audit),
+        residency.part(registry, weights, fleet, gate, audit),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
         (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store, audit)),
         health_part,
     )
+    worker_service = WorkerService(fleet, weights, transport.worker_access, audit)
     _offer(workers, (plan_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service), health_part)
     if not config.no_reflection:
         reflection.add_to_server([part.SERVICE_NAME for part in _REFLECTED], clients)
@@ -211,11 +212,10 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     client_address = listeners.bind(clients, config.listen, transport.client_credentials)
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await asyncio.gather(clients.start(), workers.start())
-    _begin(stack, _restore(life_cycle), Keeper(registry, life_cycle, fleet.unloads.has_requests).run())
+    begin(stack, _restore(life_cycle), Keeper(registry, life_cycle, fleet.unloads.has_requests).run())
 
     async def drain(timeout_s: float) -> None:
-        sentence = f"stopping: running requests may finish, for at most {timeout_s:g} s"
-        logger.info("draining timeout_s=%g", timeout_s, extra=shown(sentence))
+        logger.info("draining timeout_s=%g", timeout_s, extra=shown(f"stopping: at most {timeout_s:g} s for requests"))
         gate.close()
         reporter.stop()
         await asyncio.gather(fleet.drain(timeout_s), operation_store.close(timeout_s=timeout_s))
@@ -426,20 +426,9 @@ async def _open_storage(
     return registry, AdapterWeights(cache, store, calls, is_wanted=registry.is_named)
 
 
-def _begin(stack: contextlib.AsyncExitStack, *works: Coroutine[Any, Any, None]) -> None:
-    """Do work beside serving, until the end."""
-    for work in works:
-        stack.push_async_callback(_cancelled, asyncio.create_task(work))
-
-
 async def _restore(life_cycle: AdapterLifeCycle) -> None:
     """Pin what the registry says is pinned. Runs after a start, beside serving."""
     try:
         await life_cycle.restore_pins()
     except Exception:
         logger.exception("pins were not restored")
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

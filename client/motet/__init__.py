@@ -111,6 +111,12 @@ if TYPE_CHECKING:
         AdapterCanary as AdapterCanary,
     )
     from motet.types import (
+        AdapterEvent as AdapterEvent,
+    )
+    from motet.types import (
+        AdapterEventKind as AdapterEventKind,
+    )
+    from motet.types import (
         AdapterPlacement as AdapterPlacement,
     )
     from motet.types import (
@@ -159,6 +165,12 @@ if TYPE_CHECKING:
         RegistrationChange as RegistrationChange,
     )
     from motet.types import (
+        Residency as Residency,
+    )
+    from motet.types import (
+        ResidencyOutcome as ResidencyOutcome,
+    )
+    from motet.types import (
         ServerStatus as ServerStatus,
     )
     from motet.types import (
@@ -205,11 +217,11 @@ _NAMES_BY_MODULE = {
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",
     "motet.types": (
-        "Adapter AdapterCanary AdapterPlacement AdapterState AdapterTier AdapterUse AdapterVersion AdapterVisibility "
-        "BeamSearch ChatMessage Chunk Completion Finished FinishReason Generation PushedVersion Registration "
-        "RegistrationChange "
-        "ServerStatus SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionRollout "
-        "VersionSignature VersionVerification"
+        "Adapter AdapterCanary AdapterEvent AdapterEventKind AdapterPlacement AdapterState AdapterTier "
+        "AdapterUse AdapterVersion AdapterVisibility BeamSearch ChatMessage Chunk Completion FinishReason Finished "
+        "Generation PushedVersion Registration RegistrationChange Residency ResidencyOutcome ServerStatus "
+        "SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionRollout VersionSignature "
+        "VersionVerification"
     ),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

@@ -15,6 +15,7 @@ from google.longrunning import operations_pb2
 
 from motet import calls
 from motet.adapters.asynchronous import AsyncAdapters
+from motet.adapters.watch import event_from, watch_method
 from motet.calls import StreamedCall
 from motet.client import Client
 from motet.connection.channel import Channels, opener, security_of
@@ -37,6 +38,7 @@ from motet.requests import GenerateOptions, Prompt, generate_request, metadata_o
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import (
+    AdapterEvent,
     Chunk,
     Completion,
     Finished,
@@ -44,7 +46,7 @@ from motet.types import (
     ServerStatus,
     Started,
 )
-from motet.v1 import generation_pb2
+from motet.v1 import generation_pb2, residency_pb2
 
 T = TypeVar("T")
 
@@ -191,6 +193,33 @@ class AsyncClient:
                 attempts.progressed()
                 return call.read(response)
             finally:
+                self._channels.release(channel)
+            await self._pauses.wait(delay_s, attempts)
+
+    async def watch(self, request: residency_pb2.WatchAdaptersRequest, timeout_s: float) -> AsyncIterator[AdapterEvent]:
+        """Events of a watch, which goes on after a break. `adapters.watch` prepares the request."""
+        attempts = self._attempts(timeout_s)
+        while True:
+            if self._pauses.is_closed:
+                raise client_closed()
+            channel, delay_s = self._channels.acquire(), 0.0
+            metadata = (*tenant_metadata(self._tenant), *self._credential.metadata())
+            call = watch_method(channel)(request, timeout=attempts.remaining_s, metadata=metadata)
+            try:
+                async for message in call:
+                    attempts.progressed()
+                    request.resume_token = message.resume_token
+                    yield event_from(message)
+            except grpc.RpcError as error:
+                if self._pauses.is_closed:
+                    raise client_closed() from error
+                delay_s = attempts.after(error_from_rpc(error), is_repeatable=True)
+            except asyncio.CancelledError as error:
+                if self._pauses.is_closed and not _is_cancelled():  # the channel was closed over the call
+                    raise client_closed() from error
+                raise
+            finally:
+                call.cancel()
                 self._channels.release(channel)
             await self._pauses.wait(delay_s, attempts)
 

@@ -13,6 +13,7 @@ from google.longrunning import operations_pb2
 
 from motet import calls
 from motet.adapters.blocking import Adapters
+from motet.adapters.watch import event_from, watch_method
 from motet.calls import StreamedCall
 from motet.connection.channel import Channels, opener, security_of
 from motet.connection.contact import ServerContact, check_target
@@ -34,6 +35,7 @@ from motet.requests import GenerateOptions, Prompt, generate_request, metadata_o
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import (
+    AdapterEvent,
     Chunk,
     Completion,
     Finished,
@@ -41,7 +43,7 @@ from motet.types import (
     ServerStatus,
     Started,
 )
-from motet.v1 import generation_pb2
+from motet.v1 import generation_pb2, residency_pb2
 
 T = TypeVar("T")
 
@@ -170,6 +172,28 @@ class Client:
 
         attempts = self._attempts(self._timeout_s if timeout_s is None else timeout_s)
         return call.read(self._call(send, attempts, is_repeatable=call.is_repeatable))
+
+    def watch(self, request: residency_pb2.WatchAdaptersRequest, timeout_s: float) -> Iterator[AdapterEvent]:
+        """Events of a watch, which goes on after a break. `adapters.watch` prepares the request."""
+        attempts = self._attempts(timeout_s)
+        while True:
+            if self._pauses.is_closed:
+                raise client_closed()
+            channel, delay_s = self._channels.acquire(), 0.0
+            call = watch_method(channel)(request, timeout=attempts.remaining_s, metadata=self._metadata())
+            try:
+                for message in call:
+                    attempts.progressed()
+                    request.resume_token = message.resume_token
+                    yield event_from(message)
+            except grpc.RpcError as error:
+                if self._pauses.is_closed:
+                    raise client_closed() from error
+                delay_s = attempts.after(error_from_rpc(error), is_repeatable=True)
+            finally:
+                call.cancel()
+                self._channels.release(channel)
+            self._pauses.wait(delay_s, lambda: False)
 
     def upload(self, upload: StreamedCall[T], timeout_s: float) -> T:
         """Send one upload. `adapters.register` prepares it from a directory, `adapters.push` from memory."""

@@ -205,6 +205,61 @@ class AdapterPlacement:
     worker_id: str  # for ARENA; empty otherwise
 
 
+class AdapterEventKind(enum.StrEnum):
+    """What a watch reports."""
+
+    UNSPECIFIED = "unspecified"  # an event that this SDK does not know
+    RESYNC = "resync"  # what was known is not valid any more: a snapshot follows, as PRESENT events
+    SYNCED = "synced"  # the snapshot is complete; also, now and then, where nothing happened
+    PRESENT = "present"  # the adapter is there: part of a snapshot
+    CREATED = "created"  # it is new, or new to the caller
+    VERSION_ADDED = "version_added"
+    VERSION_ACTIVATED = "version_activated"
+    VERSION_DELETED = "version_deleted"
+    UPDATED = "updated"
+    DELETED = "deleted"  # it is gone, or the caller may not see it any more
+    MOVED = "moved"  # its active version is in other places than before
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEvent:
+    """One event of a watch."""
+
+    kind: AdapterEventKind
+    adapter_id: str = ""  # empty for RESYNC and SYNCED
+    adapter: Adapter | None = None  # after the change; None for RESYNC, SYNCED, DELETED and MOVED
+    digest: str = ""  # of the version, for MOVED
+    placements: tuple[AdapterPlacement, ...] = ()  # all places of it, for MOVED
+    reason: str = ""  # for people, with RESYNC
+    resume_token: str = ""  # continues the watch after this event; empty within a snapshot
+
+
+class ResidencyOutcome(enum.StrEnum):
+    """What became of a version in one place, after a load or an unload."""
+
+    UNSPECIFIED = "unspecified"  # an outcome this SDK does not know
+    LOADED = "loaded"  # it is there now
+    WAS_LOADED = "was_loaded"  # it was there already; callers without the role "admin" get LOADED
+    LOADING = "loading"  # the time to wait is over, and the load goes on
+    NO_ROOM = "no_room"  # there is no room beside what is used or pinned
+    FAILED = "failed"  # the load failed, or the worker cannot have it; `reason` says why
+    UNLOADED = "unloaded"  # it is not there any more
+    WAS_ABSENT = "was_absent"  # it was not there
+    IN_USE = "in_use"  # requests use it: it leaves with the last of them, unless another one comes
+    PINNED = "pinned"  # a pin keeps it there
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """What became of a version in one place, after a load or an unload."""
+
+    tier: AdapterTier
+    worker_id: str  # for ARENA; empty for callers without the role "admin", who get one result for all workers
+    outcome: ResidencyOutcome
+    missing_bytes: int = 0  # of NO_ROOM: how many bytes of the arena more would have to be free; for admins only
+    reason: str = ""  # for people
+
+
 class SignatureMethod(enum.StrEnum):
     """What a signer's identity rests on."""
 

@@ -146,10 +146,7 @@ def adapter_from(message: adapters_pb2.Adapter) -> types.Adapter:
         state_reason=message.state_reason,
         active_version=version_from(message.active_version) if message.HasField("active_version") else None,
         pinned=message.pinned,
-        placements=tuple(
-            types.AdapterPlacement(_TIERS.get(place.tier, types.AdapterTier.UNSPECIFIED), place.worker_id)
-            for place in message.placements
-        ),
+        placements=placements_from(message.placements),
         create_time=_time(message.create_time),
         update_time=_time(message.update_time),
         etag=message.etag,
@@ -164,6 +161,14 @@ def adapter_from(message: adapters_pb2.Adapter) -> types.Adapter:
         keep_versions=message.keep_versions,
         expire_time=_time(message.expire_time),
         previous_digests=tuple(message.previous_digests),
+    )
+
+
+def placements_from(messages: Iterable[adapters_pb2.AdapterPlacement]) -> tuple[types.AdapterPlacement, ...]:
+    """Where a version lies."""
+    return tuple(
+        types.AdapterPlacement(_TIERS.get(place.tier, types.AdapterTier.UNSPECIFIED), place.worker_id)
+        for place in messages
     )
 
 

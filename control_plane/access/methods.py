@@ -11,7 +11,7 @@ from collections.abc import Mapping
 # googleapis-common-protos ships no py.typed marker.
 from google.longrunning import operations_pb2
 from grpc_health.v1 import health_pb2
-from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, push_pb2, status_pb2, verify_pb2
+from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, push_pb2, residency_pb2, status_pb2, verify_pb2
 
 from contract.v1 import plan_pb2
 from control_plane.access.principal import Principal, Role
@@ -61,6 +61,16 @@ REQUIREMENTS: Mapping[str, Requirement] = {
     **_of(push_pb2, "PushService", {"PushVersion": Role.ADAPTERS_WRITE}),
     # It costs a process with the whole model.
     **_of(verify_pb2, "VerificationService", {"VerifyVersion": Role.ADAPTERS_WRITE}),
+    **_of(
+        residency_pb2,
+        "AdapterResidencyService",
+        {
+            "LoadAdapter": Role.ADAPTERS_WRITE,
+            # It takes weights from whoever uses them next.
+            "UnloadAdapter": Role.ADMIN,
+            "WatchAdapters": Role.ADAPTERS_READ,
+        },
+    ),
     **_of(status_pb2, "StatusService", {"GetStatus": Anyone.KNOWN}),
     **_of(
         operations_pb2,

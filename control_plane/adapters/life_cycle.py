@@ -99,14 +99,9 @@ class AdapterLifeCycle:
         of those; other callers learn what a pin of the name itself keeps in the host cache.
         """
         digest = record.active_digest
-        if not digest:
-            return Placements()
         is_admin = current_caller().principal.is_admin
-        return Placements(
-            is_stored=True,
-            is_host_cached=(is_admin or record.is_pinned) and self._weights.is_cached(digest),
-            worker_ids=tuple(self._fleet.placements(digest)) if is_admin else (),
-        )
+        worker_ids = tuple(self._fleet.placements(digest)) if is_admin else ()
+        return shown_placements(record, is_cached=self._weights.is_cached(digest), worker_ids=worker_ids)
 
     async def restore_pins(self) -> None:
         """Pin what the registry says is pinned; run once after a start, beside serving."""
@@ -311,6 +306,18 @@ class AdapterLifeCycle:
             await self._fleet.unload(digest)
         if not self._registry.is_named(digest):
             await self._weights.drop(digest)
+
+
+def shown_placements(record: AdapterRecord, *, is_cached: bool, worker_ids: tuple[str, ...]) -> Placements:
+    """Of where the active version is, what the current caller may know; see AdapterLifeCycle.placements."""
+    if not record.active_digest:
+        return Placements()
+    is_admin = current_caller().principal.is_admin
+    return Placements(
+        is_stored=True,
+        is_host_cached=(is_admin or record.is_pinned) and is_cached,
+        worker_ids=worker_ids if is_admin else (),
+    )
 
 
 def _resource(adapter_id: str) -> str:

@@ -6,6 +6,7 @@ at every start.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.keyed_locks import KeyedLocks
 from control_plane.registry.records import AdapterRecord
 from control_plane.registry.registry import Registry
+from control_plane.scheduler.types import AdapterRef
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +105,11 @@ class Pins:
         while True:
             records, after = self._registry.list_part(after)
             for record in records:
-                await self.follow(record.adapter_id)
+                if record.is_pinned:
+                    await self.follow(record.adapter_id)
             if not after:
                 return
+            await asyncio.sleep(0)
 
     async def _move(self, record: AdapterRecord) -> None:
         try:
@@ -128,8 +132,9 @@ class Pins:
                     self._discharge(pin)
                     await self._weights.unpin(pin.digest, pin.holder)  # it may have counted before it failed
                     raise
-                if self._num_holders[pin.digest] == 0:
-                    self._fleet.pin(pin.digest)
+                version = record.version(pin.digest)
+                if self._num_holders[pin.digest] == 0 and version is not None:
+                    self._fleet.pin(AdapterRef(version.digest, version.arena_bytes), pin.holder)
                 self._num_holders[pin.digest] += 1
             self._num_names[pin] += 1
         self._pin_by_id[record.adapter_id] = pin

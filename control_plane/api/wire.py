@@ -128,7 +128,7 @@ def adapter_message(
         state_reason=record.state_reason,
         active_version=None if active is None else version_message(active, with_modules=with_modules),
         pinned=record.is_pinned,
-        placements=() if placements is None else _placement_messages(placements),
+        placements=() if placements is None else placement_messages(placements),
         create_time=timestamp(record.create_time_s),
         update_time=timestamp(record.update_time_s),
         etag=record.etag,
@@ -141,7 +141,8 @@ def adapter_message(
     return message
 
 
-def _placement_messages(placements: Placements) -> Iterator[adapters_pb2.AdapterPlacement]:
+def placement_messages(placements: Placements) -> Iterator[adapters_pb2.AdapterPlacement]:
+    """One message for each place."""
     if placements.is_stored:
         yield adapters_pb2.AdapterPlacement(tier=adapters_pb2.ADAPTER_TIER_STORE)
     if placements.is_host_cached:

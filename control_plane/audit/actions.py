@@ -13,6 +13,8 @@ ACTIVATE = "adapter.activate"
 ROLL_BACK = "adapter.roll_back"
 PIN = "adapter.pin"
 UNPIN = "adapter.unpin"
+LOAD = "adapter.load"
+UNLOAD = "adapter.unload"
 DELETE = "adapter.delete"
 DELETE_VERSION = "adapter.delete_version"
 CANCEL_OPERATION = "operation.cancel"
@@ -38,6 +40,8 @@ CHANGES: Mapping[str, str] = {
     "/motet.v1.AdapterService/RollbackAdapter": ROLL_BACK,
     "/motet.v1.AdapterService/PinAdapter": PIN,
     "/motet.v1.AdapterService/UnpinAdapter": UNPIN,
+    "/motet.v1.AdapterResidencyService/LoadAdapter": LOAD,
+    "/motet.v1.AdapterResidencyService/UnloadAdapter": UNLOAD,
     "/motet.v1.AdapterService/DeleteAdapter": DELETE,
     "/motet.v1.AdapterService/DeleteAdapterVersion": DELETE_VERSION,
     "/google.longrunning.Operations/CancelOperation": CANCEL_OPERATION,

@@ -10,6 +10,7 @@ from control_plane.audit.audit_log import AuditLog
 from control_plane.awake import AwakeClock
 from control_plane.fleet.adapters.cache_warmer import WeightsLike
 from control_plane.fleet.adapters.preloads import AdapterPreloads
+from control_plane.fleet.adapters.residency import ArenaResidency
 from control_plane.fleet.adapters.unloads import AdapterUnloads
 from control_plane.fleet.attach import AttachedWorkers
 from control_plane.fleet.delivery import Delivery
@@ -49,6 +50,7 @@ class FleetParts:
     workers: AttachedWorkers  # sessions from Hello to end
     unloads: AdapterUnloads  # adapters on their way out
     preloads: AdapterPreloads  # adapters on their way into slots before requests need them
+    residency: ArenaResidency  # loads and unloads by operators, and loads by pins
     intake: Intake  # which requests are taken on
 
 
@@ -116,5 +118,6 @@ def assemble(
         workers=workers,
         unloads=unloads,
         preloads=preloads,
+        residency=ArenaResidency(sessions, preloads, clock),
         intake=Intake(settings, quotas, counters, jobs, sessions, dispatcher, delivery, workers),
     )

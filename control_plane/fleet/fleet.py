@@ -21,11 +21,12 @@ from control_plane.fleet.requests.quotas import TenantUse
 from control_plane.fleet.requests.streams import JobStream
 from control_plane.fleet.workers.session import WorkerSession
 from control_plane.registry.model.served_modules import WorkerReport
-from control_plane.scheduler.types import Request, RequestId
+from control_plane.scheduler.types import AdapterRef, Request, RequestId
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+LOAD_PINNED_S = 1.0  # between looks for room for pinned adapters
 MAX_REPORTED_TENANTS = 256  # in a status: names come from outside and have no end
 
 
@@ -45,6 +46,9 @@ class Fleet:
         self._workers = parts.workers
         self.unloads = parts.unloads
         self.preloads = parts.preloads  # loads of adapters that no request waits for
+        self.residency = parts.residency
+        self._load_pinned_at_s = 0.0
+        self.on_workers_changed(parts.residency.load_pinned)
         self._intake = parts.intake
         self._request_ids = itertools.count(1)
         self._drain_until_s: float | None = None
@@ -110,12 +114,17 @@ class Fleet:
         """Ids of the workers that hold the adapter's weights."""
         return self._workers.placements(digest)
 
-    def pin(self, digest: str) -> None:
-        """Keep an adapter in its slot on every worker where it lies in one, those that attach later included."""
-        self._workers.pin(digest)
+    def pin(self, ref: AdapterRef, account: str = "") -> None:
+        """Load an adapter wherever there is room, and keep it there, also on workers that attach later.
+
+        The loads count for the account.
+        """
+        self._workers.pin(ref.digest)
+        self.residency.pin(ref, account)
 
     def unpin(self, digest: str) -> None:
         """Allow the eviction of an adapter again. It need not be pinned."""
+        self.residency.unpin(digest)
         self._workers.unpin(digest)
 
     async def unload(self, digest: str) -> None:
@@ -138,6 +147,9 @@ class Fleet:
         guard(self._rebalancer.rebalance)
         self._intake.end_overdue(now_s)
         self._slow_readers.end_overdue()
+        if now_s >= self._load_pinned_at_s:
+            self._load_pinned_at_s = now_s + LOAD_PINNED_S
+            guard(self.residency.load_pinned)
         if self._drain_until_s is not None and now_s >= self._drain_until_s:
             self._jobs.stop_waiting()
 

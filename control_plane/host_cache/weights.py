@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from typing import TypeVar
 
@@ -124,6 +124,15 @@ class AdapterWeights:
         if not holders:
             self._pinned.pop(digest, None)
         self._cache.unpin(digest, holder)
+
+    @property
+    def cached_digests(self) -> Collection[str]:
+        """The versions that the cache is thought to hold."""
+        return self._cache.digests
+
+    def is_pinned(self, digest: str) -> bool:
+        """Whether anybody has it pinned."""
+        return digest in self._pinned
 
     def is_cached(self, digest: str) -> bool:
         """Whether the cache is thought to hold it."""

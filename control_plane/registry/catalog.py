@@ -7,8 +7,7 @@ that caller, a name that nobody has.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from contract.ids import is_adapter_id
@@ -68,7 +67,7 @@ class Catalog:
         self._records: dict[str, AdapterRecord] = {}
         # Invariants: the index holds the keys of _records; a digest's count is over all records.
         self._names = VisibleNames((record.adapter_id, record.ownership) for record in records)
-        self._num_names_by_digest: Counter[str] = Counter()  # names that are being deleted left out
+        self._names_by_digest: dict[str, set[str]] = {}  # names that are being deleted left out
         for record in records:
             self._records[record.adapter_id] = record
             self._count(record, 1)
@@ -144,7 +143,11 @@ class Catalog:
 
     def is_named(self, digest: str) -> bool:
         """Whether a name that is not being deleted has a version of this digest."""
-        return digest in self._num_names_by_digest
+        return digest in self._names_by_digest
+
+    def names_of(self, digest: str) -> Collection[str]:
+        """The names that have a version of this digest, those that are being deleted left out."""
+        return self._names_by_digest.get(digest, ())
 
     def stats(self, caller: Caller) -> RegistryStats:
         """Counts, those of what the caller sees among them."""
@@ -181,9 +184,13 @@ class Catalog:
         if record.state is AdapterState.DELETING:
             return
         for version in record.versions:
-            self._num_names_by_digest[version.digest] += change
-            if not self._num_names_by_digest[version.digest]:
-                del self._num_names_by_digest[version.digest]
+            if change > 0:
+                self._names_by_digest.setdefault(version.digest, set()).add(record.adapter_id)
+                continue
+            names = self._names_by_digest[version.digest]
+            names.discard(record.adapter_id)
+            if not names:
+                del self._names_by_digest[version.digest]
 
     # ---- what can be served ----
 
@@ -215,7 +222,7 @@ class Catalog:
 
     def _module_error(self, version: AdapterVersion) -> str:
         is_old = self._reports_seen != self._reports.changes
-        if is_old or len(self._module_error_by_digest) > 2 * len(self._num_names_by_digest) + 1000:  # deleted ones
+        if is_old or len(self._module_error_by_digest) > 2 * len(self._names_by_digest) + 1000:  # deleted ones
             self._module_error_by_digest.clear()
             self._reports_seen = self._reports.changes
         reason = self._module_error_by_digest.get(version.digest)

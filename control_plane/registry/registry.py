@@ -85,7 +85,7 @@ class Registry:
         self._store = store
         self._calls = calls
         self._catalog = catalog
-        self.when_changed = catalog.when_changed  # listeners: see Catalog
+        self.when_changed, self.names_of = catalog.when_changed, catalog.names_of  # see Catalog
         self._packer = packer
         self._blobs = BlobWriter(store, calls, catalog)
         self._documents = Documents(store, calls, catalog)

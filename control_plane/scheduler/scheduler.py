@@ -88,7 +88,7 @@ class Scheduler:
         self._in_flight: deque[InFlightStep] = deque()  # steps whose results have not come, oldest first
         self._planner = Planner(worker, settings)
         self._results = StepResults(worker)
-        self.preloads = Preloads(worker.demands, worker.purge, limits.arena_bytes)
+        self.preloads = Preloads(worker.demands, worker.slots, worker.purge, limits.arena_bytes)
         self._deadlines = Deadlines()
         self._outputs = Outputs()  # not returned yet
         self._next_step_id = 1

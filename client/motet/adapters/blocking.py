@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -9,9 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet import calls
-from motet.adapters import rollouts
+from motet.adapters import residency, rollouts
 from motet.adapters.push import AdapterPush, Tensors
-from motet.types import Adapter, AdapterCanary, AdapterVersion, AdapterVisibility, PushedVersion, VersionRollout
+from motet.adapters.watch import watch_request
+from motet.types import (
+    Adapter,
+    AdapterCanary,
+    AdapterEvent,
+    AdapterTier,
+    AdapterVersion,
+    AdapterVisibility,
+    PushedVersion,
+    Residency,
+    VersionRollout,
+)
 from motet.uploads import AdapterUpload, Progress
 
 if TYPE_CHECKING:
@@ -152,12 +164,60 @@ class Adapters:
         return self._client.send(calls.get_adapter(name))
 
     def pin(self, name: str) -> Adapter:
-        """Keep the adapter in the host cache and, once loaded, on the devices."""
+        """Load the adapter into the host cache and onto the devices that have room, and keep it there."""
         return self._client.send(calls.pin_adapter(name))
 
     def unpin(self, name: str) -> Adapter:
         """Remove the pin."""
         return self._client.send(calls.unpin_adapter(name))
+
+    def load(
+        self,
+        name: str,
+        *,
+        digest: str = "",
+        tier: AdapterTier | str = AdapterTier.ARENA,
+        worker_ids: Sequence[str] = (),
+        wait_s: float = 30.0,
+    ) -> tuple[Residency, ...]:
+        """Bring a version into memory ahead of requests: into the host cache, or into the arenas of workers.
+
+        Waits at most `wait_s` for it, and returns what became of each place. `name` may be "NAME@NUMBER" or
+        "NAME@LABEL". Nothing that requests use or wait for, and nothing pinned, leaves for it. Only admins may name
+        `worker_ids`; without them all workers load it.
+        """
+        return self._client.send(
+            residency.load_adapter(name, digest, tier, worker_ids, wait_s), wait_s + residency.CALL_S
+        )
+
+    def unload(
+        self,
+        name: str,
+        *,
+        digest: str = "",
+        tier: AdapterTier | str = AdapterTier.ARENA,
+        worker_ids: Sequence[str] = (),
+        wait_s: float = 30.0,
+    ) -> tuple[Residency, ...]:
+        """Take a version out of the host cache or out of arenas; for admins. Returns what became of each place.
+
+        Requests that use the version finish first; the call waits at most `wait_s` for them. A new request brings the
+        version back.
+        """
+        return self._client.send(
+            residency.unload_adapter(name, digest, tier, worker_ids, wait_s), wait_s + residency.CALL_S
+        )
+
+    def watch(
+        self, name: str = "", *, resume_token: str = "", with_residency: bool = False, timeout_s: float = math.inf
+    ) -> Iterator[AdapterEvent]:
+        """Changes of one adapter, or of all that the caller sees: RESYNC, a snapshot, SYNCED, then events in order.
+
+        Goes on after a break where it was. Where the server does not know what was missed, RESYNC comes again: forget
+        what you know. `resume_token` is that of the last event that an earlier watch gave.
+        """
+        request = watch_request(name, resume_token, with_residency=with_residency)
+        yield from self._client.watch(request, timeout_s)
 
     def activate(self, name: str, digest: str, *, etag: str = "", expected_digest: str = "") -> Adapter:
         """Make a registered version the one that new requests get. Where it is the canary, that ends.

@@ -47,10 +47,12 @@ def add_parser(commands: Subparsers) -> None:
     update.set_defaults(run=_update)
     rollouts.add_actions(action)
     verification.add_action(action)
+    rollouts.add_memory_actions(action)
+    rollouts.add_watch(action)
     action("list", "all adapters that the caller sees").set_defaults(run=_list)
     for name, help_text, run in (
         ("get", "one adapter in full", _get),
-        ("pin", "keep it in the host cache and on the devices", _pin),
+        ("pin", "load it into the host cache and onto the devices, and keep it there", _pin),
         ("unpin", "take the pin back", _unpin),
         ("remove", "delete it, or one version of it; running requests finish first", _remove),
         ("versions", "its versions, newest first", _versions),

@@ -1,4 +1,4 @@
-"""`motet adapters label|canary|rollback`, and the options of other actions that say how versions are rolled out."""
+"""`motet adapters label|canary|rollback|load|unload|watch`, and the options of other actions about rollouts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from motet.cli import exits
 from motet.cli.context import connect
 from motet.cli.digests import SHORT_DIGITS, VERSION_HELP, full_digest
-from motet.cli.output import json_line
+from motet.cli.output import json_line, size, table
 from motet.errors import invalid_field
-from motet.types import Adapter, AdapterCanary, VersionRollout
+from motet.types import Adapter, AdapterCanary, AdapterTier, Residency, ResidencyOutcome, VersionRollout
 
 _PER_PERCENT = 10
 
@@ -147,3 +147,105 @@ def _rollback(arguments: argparse.Namespace) -> int:
 def _active(adapter: Adapter) -> str:
     version = adapter.active_version
     return "no version" if version is None else f"version {version.number} ({version.digest[:SHORT_DIGITS]})"
+
+
+# ---- memory and watches ----
+
+# After these the version is where it was to be, or is gone.
+_DONE = {
+    ResidencyOutcome.LOADED,
+    ResidencyOutcome.WAS_LOADED,
+    ResidencyOutcome.UNLOADED,
+    ResidencyOutcome.WAS_ABSENT,
+}
+
+
+def add_memory_actions(action: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Declares the actions."""
+    for name, help_text, run in (
+        ("load", "load it into the workers or the host cache before requests need it", _load),
+        ("unload", "take it out of the workers or the host cache; running requests finish first", _unload),
+    ):
+        parser = action(name, help_text)
+        parser.add_argument("name", metavar="NAME", help="also NAME@NUMBER and NAME@LABEL")
+        parser.add_argument("--digest", default="", metavar="DIGEST", help="of the version (default: the active one)")
+        parser.add_argument("--host-cache", action="store_true", help="the host cache (default: the workers)")
+        parser.add_argument(
+            "--worker", action="append", default=[], metavar="ID", help="only this one; may be repeated"
+        )
+        parser.add_argument(
+            "--wait", type=float, default=30.0, metavar="SECONDS", help="at most 300 (default: %(default)g)"
+        )
+        parser.set_defaults(run=run)
+
+
+def add_watch(action: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Declares `watch`."""
+    watch = action("watch", "print changes as they happen, until it is interrupted")
+    watch.add_argument("name", metavar="NAME", nargs="?", default="", help="only this one (default: all)")
+    watch.add_argument("--residency", action="store_true", help="also where versions lie")
+    watch.add_argument("--resume", default="", metavar="TOKEN", help="go on after the event that had this token")
+    watch.set_defaults(run=_watch)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        events = client.adapters.watch(
+            arguments.name, resume_token=arguments.resume, with_residency=arguments.residency
+        )
+        for event in events:
+            if arguments.json:
+                print(json_line(event), flush=True)
+                continue
+            places = ", ".join(f"{place.tier} {place.worker_id}".rstrip() for place in event.placements)
+            active = event.adapter.active_version if event.adapter is not None else None
+            digest = event.digest or (active.digest if active is not None else "")
+            parts = (event.kind, event.adapter_id, digest[:SHORT_DIGITS], places, event.reason)
+            print("  ".join(part for part in parts if part), flush=True)
+    return exits.OK
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        results = client.adapters.load(
+            arguments.name,
+            digest=arguments.digest,
+            tier=_tier(arguments),
+            worker_ids=arguments.worker,
+            wait_s=arguments.wait,
+        )
+    return _show_places(results, is_json=arguments.json)
+
+
+def _unload(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        results = client.adapters.unload(
+            arguments.name,
+            digest=arguments.digest,
+            tier=_tier(arguments),
+            worker_ids=arguments.worker,
+            wait_s=arguments.wait,
+        )
+    return _show_places(results, is_json=arguments.json)
+
+
+def _tier(arguments: argparse.Namespace) -> AdapterTier:
+    return AdapterTier.HOST_CACHE if arguments.host_cache else AdapterTier.ARENA
+
+
+def _show_places(results: tuple[Residency, ...], *, is_json: bool) -> int:
+    if is_json:
+        for result in results:
+            print(json_line(result))
+    else:
+        rows = [
+            (
+                result.worker_id or result.tier,
+                result.outcome,
+                size(result.missing_bytes) if result.missing_bytes else "",
+                result.reason,
+            )
+            for result in results
+        ]
+        print(table(("WHERE", "OUTCOME", "MISSING", "REASON"), rows))
+    return exits.OK if results and all(result.outcome in _DONE for result in results) else exits.FAILED

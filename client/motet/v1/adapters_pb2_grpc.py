@@ -174,7 +174,8 @@ class AdapterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PinAdapter(self, request, context):
-        """Keeps the adapter's active version in the host cache and, once loaded, in the workers' arenas.
+        """Loads the adapter's active version into the host cache and into the arenas of workers with room, and keeps it there.
+        Returns when it is in the host cache; the arenas follow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

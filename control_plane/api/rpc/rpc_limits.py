@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from google.longrunning import operations_pb2
 from grpc_health.v1 import health_pb2
-from motet.v1 import status_pb2
+from motet.v1 import residency_pb2, status_pb2
 
 from control_plane.access.principal import Principal
 from control_plane.api.rpc.reflection import SERVICE_NAMES as REFLECTION_NAMES
@@ -22,6 +22,8 @@ MAX_PROBES = 256
 MAX_HEALTH_WATCHES = 1024  # a client that checks health on its own holds one for each connection
 MAX_OPERATION_WAITS = 256
 MAX_REFLECTIONS = 32
+MAX_ADAPTER_WATCHES = 64
+MAX_ADAPTER_MOVES = 64  # loads and unloads of adapters that clients wait for
 # Of callers without a credential. Probes and watches apart: a probe of a load balancer must not wait for watches.
 MAX_STRANGERS_PROBES = 64
 MAX_STRANGERS_WATCHES = 128
@@ -29,6 +31,7 @@ MAX_STRANGERS_WATCHES = 128
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _WATCH = f"/{_HEALTH}/Watch"
 _STATUS = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
+_RESIDENCY = residency_pb2.DESCRIPTOR.services_by_name["AdapterResidencyService"].full_name
 _OPERATIONS = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
 
 
@@ -39,12 +42,15 @@ class RpcLimits:
         self._work = SharedLimit(max_concurrent_rpcs, "requests")
         probes = SharedLimit(MAX_PROBES, "status and health requests")
         watches = SharedLimit(MAX_HEALTH_WATCHES, "health watches", retry_after_s=10.0)
+        moves = SharedLimit(MAX_ADAPTER_MOVES, "loads and unloads of adapters")
         reflections = SharedLimit(MAX_REFLECTIONS, "reflection streams", retry_after_s=10.0)
         self._by_method: Mapping[str, SharedLimit] = {
             f"/{_STATUS}/GetStatus": probes,
             f"/{_HEALTH}/Check": probes,
             f"/{_HEALTH}/List": probes,
             _WATCH: watches,
+            **dict.fromkeys((f"/{_RESIDENCY}/LoadAdapter", f"/{_RESIDENCY}/UnloadAdapter"), moves),
+            f"/{_RESIDENCY}/WatchAdapters": SharedLimit(MAX_ADAPTER_WATCHES, "adapter watches", retry_after_s=10.0),
             f"/{_OPERATIONS}/WaitOperation": SharedLimit(MAX_OPERATION_WAITS, "waits for operations"),
             **{f"/{name}/ServerReflectionInfo": reflections for name in REFLECTION_NAMES},
         }

@@ -128,6 +128,10 @@ class AdapterDemands:
         """Whether a preload of the adapter has not ended."""
         return digest in self._preloads
 
+    def is_only_preloaded(self, demand: AdapterDemand) -> bool:
+        """Whether no request waits for the adapter, only a preload."""
+        return demand.ref.digest in self._preloads and demand.num_waiting.total() == 1
+
     def count_admission(self) -> None:
         """A request was admitted: it overtook every adapter that waits for a slot."""
         self.num_admissions += 1

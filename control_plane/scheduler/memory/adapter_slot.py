@@ -17,6 +17,25 @@ class SlotState(enum.Enum):
     EVICTING = "evicting"
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a load lacks that takes the place of idle adapters only, pinned ones excepted."""
+
+    missing_bytes: int  # of the arena
+    missing_slots: int  # 0 or 1
+    pinned_bytes: int  # of pinned adapters in slots
+    pinned_slots: int
+    arena_bytes: int  # in all
+    num_slots: int  # in all
+
+    def has_pinned_part(self, ref: AdapterRef, part: float) -> bool:
+        """Whether pinned adapters take at most this part of arena and slots with one more; the first may take all."""
+        if not self.pinned_slots:
+            return True
+        fits = self.pinned_bytes + ref.arena_bytes <= part * self.arena_bytes
+        return fits and self.pinned_slots + 1 <= part * self.num_slots
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """One slot of the worker's table."""

@@ -60,7 +60,7 @@ class AdapterSlots:
         self._idle: OrderedDict[int, Slot] = OrderedDict()
         self._num_loading = 0
         self._draining: list[Slot] = []
-        self._pinned: frozenset[str] = frozenset()  # digests not to be evicted, whether they lie in a slot or not
+        self.pinned: frozenset[str] = frozenset()  # digests not to be evicted, whether they lie in a slot or not
         self._unloading: set[str] = set()  # digests to evict as soon as they are idle
         self._commands: list[SlotCommand] = []
         self._admissible_again: list[str] = []
@@ -123,14 +123,14 @@ class AdapterSlots:
 
     def set_pinned(self, digests: Set[str]) -> None:
         """Keep exactly these adapters from eviction, from when they are in a slot."""
-        for digest in sorted(digests - self._pinned):
+        for digest in sorted(digests - self.pinned):
             slot = self._by_digest.get(digest)
             if slot is not None and slot.is_draining:
                 slot.is_draining = False
                 self._draining.remove(slot)
                 self._admissible_again.append(digest)
-        if digests != self._pinned:
-            self._pinned = frozenset(digests)
+        if digests != self.pinned:
+            self.pinned = frozenset(digests)
             self._is_dirty = True
 
     # ---- what the worker reports ----
@@ -194,11 +194,12 @@ class AdapterSlots:
         # Room once all evictions under way are reported, less what earlier demands of this loop reserve of it.
         free_bytes = self.arena_bytes - self.used_bytes + self._evicting_bytes
         free_slots = len(self._empty) + self._num_evicting
-        pinned_refs = [slot.adapter for digest, slot in self._by_digest.items() if digest in self._pinned]
+        pinned_refs = [slot.adapter for digest, slot in self._by_digest.items() if digest in self.pinned]
         pinned = [ref.arena_bytes for ref in pinned_refs]
         if (name := self._demands.sets.crowded_out(pinned_refs, self.arena_bytes, self.num_slots)) is not None:
             given_up.append((name, "pinned adapters leave no room for the request's adapters together in the arena"))
         others = [demand for demand in self._demands.next_loads(PREFETCH_LOOKAHEAD) if demand is not head]
+        others.sort(key=self._demands.is_only_preloaded)  # what requests wait for goes first
         is_closed = False  # but to the set that is being assembled
         num_more = MAX_LOADING - self._num_loading - self._num_evicting
         for demand in others if head is None else [head, *others]:
@@ -298,7 +299,7 @@ class AdapterSlots:
         self._demands.check_invariants(waiting)
         self._demands.sets.check_invariants(sets)
         assert self._draining == [s for s in self._draining if s.is_draining], "a drained slot is not marked"
-        assert not any(slot.adapter.digest in self._pinned for slot in self._draining), "a pinned adapter is drained"
+        assert not any(slot.adapter.digest in self.pinned for slot in self._draining), "a pinned adapter is drained"
         assert sum(slot.is_draining for slot in self.slots) == len(self._draining), "drained slots are miscounted"
 
     # ---- helpers ----
@@ -310,12 +311,15 @@ class AdapterSlots:
             head = next(filter(None, waiting), None)
             return head, head is not None
         head = self._demands.unplaced.head
+        if head is not None and self._demands.is_only_preloaded(head):  # no request waits for it: no slot is drained
+            others = self._demands.unplaced.next_loads(PREFETCH_LOOKAHEAD)
+            head = next((demand for demand in others if not self._demands.is_only_preloaded(demand)), None)
         is_starving = head is not None and self._demands.times_overtaken(head) >= STARVATION_ADMISSIONS
         return head, is_starving and not self._is_strict
 
     def _may_drain(self, slot: Slot) -> bool:
         """Whether a slot may be closed to admissions for another adapter."""
-        if slot.state is not SlotState.READY or slot.adapter.digest in self._pinned:
+        if slot.state is not SlotState.READY or slot.adapter.digest in self.pinned:
             return False
         if self._demands.sets.is_assembling(slot.adapter.digest):
             return False
@@ -385,9 +389,7 @@ class AdapterSlots:
     def _is_evictable(self, slot: Slot) -> bool:
         """Whether an idle slot may go: not pinned, and not about to be used by waiting requests."""
         digest = slot.adapter.digest
-        return digest not in self._pinned and (
-            slot.is_draining or not self._demands.is_held(digest, self.is_admissible)
-        )
+        return digest not in self.pinned and (slot.is_draining or not self._demands.is_held(digest, self.is_admissible))
 
     def _is_draining(self, name: str) -> bool:
         """Whether some adapter of a set is in a slot that is closed to admissions."""

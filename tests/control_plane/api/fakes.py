@@ -35,7 +35,7 @@ from control_plane.fleet.requests.streams import JobEvent, JobStream, RunFacts
 from control_plane.fleet.tenants import TenantLimits
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
-from control_plane.scheduler.types import FinishReason, Request, RequestId
+from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId
 from tests.control_plane.api.fake_adapters import DIGEST, FakeRegistry, FakeWeights
 
 
@@ -106,8 +106,8 @@ class FakeFleet(Fleet):
     def placements(self, digest: str) -> list[str]:
         return ["w0"] if digest == DIGEST else []
 
-    def pin(self, digest: str) -> None:
-        self.pinned.add(digest)
+    def pin(self, ref: AdapterRef, account: str = "") -> None:
+        self.pinned.add(ref.digest)
 
     def unpin(self, digest: str) -> None:
         self.pinned.remove(digest)

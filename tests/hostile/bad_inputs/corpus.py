@@ -24,6 +24,7 @@ from tests.hostile.bad_inputs import (
     other_calls,
     pooling,
     pushes,
+    residency,
     uploads,
     worker_port,
 )
@@ -36,6 +37,7 @@ CLIENT_TABLES: dict[str, Callable[[Facts], Iterator[Case]]] = {
     "generation": generation.cases,
     "pooling": pooling.cases,
     "adapter_calls": adapter_calls.cases,
+    "residency": residency.cases,
     "uploads": uploads.cases,
     "pushes": pushes.cases,
     "adapter_files": adapter_files.cases,

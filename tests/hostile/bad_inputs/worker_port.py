@@ -131,6 +131,7 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
         "arena_bytes": [(1 << 50) + 1, U64],
         "num_slots": [0, (1 << 16) + 1, U32],
         "max_model_len": [0, 1, 2**31, U32],
+        "max_adapter_model_len": [2**31, U32],
         "vocab_size": [0, 2**31, U32],
         "num_host_blocks": [(1 << 21) + 1, U32],
         "hidden_width": [(1 << 20) + 1, U32],
@@ -168,7 +169,8 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     bad_entries: dict[str, list[Any]] = {
         "path": ["", "*", "a..b", "a b", "a\n", "é", "../../etc", "a.*.b.*", "a" * 100_000],
         "layers": [b"", b"\0", b"\xff" * 4, b"\0" * 8, b"\1\0\0\0" * 2, b"\0" * 1_000_000],
-        "kind": [0, 4, 2**31 - 1],
+        "kind": [0, 99, 2**31 - 1],
+        "num_experts": [1, U32],
         "in_features": [0, 2**31, U32],
         "out_features": [0, 2**31, U32],
         "reason": ["\n", "\x1b[31m", "é", "x" * 201, "x" * 100_000],

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, push_pb2, status_pb2, verify_pb2
+from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, push_pb2, residency_pb2, status_pb2, verify_pb2
 
 from tests.control_plane.api.rpc.test_callers import CLIENT_METHODS
 from tests.hostile.isolation.things import Things
@@ -178,6 +178,12 @@ _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] 
     "DeleteAdapter": _named(adapters_pb2.DeleteAdapterRequest),
     # Of the active version, which stays.
     "DeleteAdapterVersion": _named(adapters_pb2.DeleteAdapterVersionRequest, digest="digest"),
+    "WatchAdapters": lambda things, _files: [
+        [residency_pb2.WatchAdaptersRequest(name=f"adapters/{things.adapter_id}")],
+        [residency_pb2.WatchAdaptersRequest()],
+    ],
+    "LoadAdapter": _named(residency_pb2.LoadAdapterRequest, digest="digest"),
+    "UnloadAdapter": _named(residency_pb2.UnloadAdapterRequest, digest="digest"),
     "GetStatus": _plain(status_pb2.GetStatusRequest()),
     "GetOperation": _operation(operations_pb2.GetOperationRequest),
     "ListOperations": lambda things, _files: [

@@ -30,7 +30,7 @@ GENERATE = "/motet.v1.GenerationService/Generate"
 TENANT_ROLES = ["infer", "adapters.write"]
 # Fields of responses that differ from call to call, or follow from the text of a prompt. What the prefix cache reports
 # depends on what the caller itself sent before; it has a test of its own.
-VOLATILE = {"uid", "etag", "create_time", "update_time", "queue_time", "timings", "render_time"}
+VOLATILE = {"uid", "etag", "create_time", "update_time", "queue_time", "timings", "render_time", "resume_token"}
 VOLATILE |= {"token_ids", "text", "prompt_sha256", "cached_tokens", "values", "logits", "probabilities"}
 
 

@@ -61,7 +61,7 @@ async def test_pin_holds_on_every_worker_until_it_is_taken_back(clock: FakeClock
     small = replace(CAPACITIES, num_slots=2)
     workers = [LoopbackWorker(fleet, "w0", capacities=small)]
     pinned, *others = (fleet.weights.add(name) for name in "abc")
-    fleet.pin(pinned.digest)
+    fleet.pin(pinned)
     workers.append(LoopbackWorker(fleet, "w1", capacities=small))  # attached after the pin
 
     async def use(adapter: AdapterRef) -> None:
@@ -83,7 +83,7 @@ async def test_what_pinned_adapters_leave_no_room_for_is_reported_at_once(clock:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_slots=1))
     pinned, other = (fleet.weights.add(name) for name in "ab")
-    fleet.pin(pinned.digest)
+    fleet.pin(pinned)
     await run_all(worker, [fleet.submit(make_request(fleet, [1], 2, pinned))])
     stream = fleet.submit(make_request(fleet, [1], 2, other))
     await asyncio.sleep(0)  # the pump: nothing is sent, nothing will be answered

@@ -1,0 +1,1 @@
+"""Changes of adapters as clients watch them."""
