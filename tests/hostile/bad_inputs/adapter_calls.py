@@ -147,40 +147,47 @@ def _rollouts(good_digest: str) -> Iterator[Case]:
         ("keep_versions", [501, 2**32 - 1]),
         ("ttl", [duration_pb2.Duration(**fields) for fields in durations]),
     ):
-        for value in values:
-            yield call("CreateAdapter", create, {f"rollout.{path}": value})
+        for number, value in enumerate(values):
+            yield call("CreateAdapter", create, {f"rollout.{path}": value}, f"rollout.{path} {number}")
     everything = ["version_labels", "canary", "keep_versions", "expire_time"]
     update = pb.UpdateAdapterRequest(adapter=pb.Adapter(name=GOOD), update_mask={"paths": everything})
-    for labels in ({"1": good_digest}, {"": good_digest}, {"a": "x"}, dict.fromkeys(many, good_digest)):
-        yield call("UpdateAdapter", update, {"adapter.version_labels": labels})
+    for number, labels in enumerate(
+        ({"1": good_digest}, {"": good_digest}, {"a": "x"}, dict.fromkeys(many, good_digest))
+    ):
+        yield call("UpdateAdapter", update, {"adapter.version_labels": labels}, f"labels of versions {number}")
     for labels in ({"a": names.UNKNOWN_DIGEST},):
         yield call("UpdateAdapter", update, {"adapter.version_labels": labels}, code=NOT_FOUND)
-    for digest in names.BAD_DIGESTS:
+    for number, digest in enumerate(names.BAD_DIGESTS):
         canary = pb.AdapterCanary(digest=digest, per_mille=1)
-        yield call("UpdateAdapter", update, {"adapter.canary": canary}, fields=("adapter.canary.digest",))
+        at: dict[str, Any] = {"fields": ("adapter.canary.digest",)}
+        yield call("UpdateAdapter", update, {"adapter.canary": canary}, f"bad digest {number} of a canary", **at)
     for canary, field in (
         (pb.AdapterCanary(per_mille=1), "digest"),
         (pb.AdapterCanary(digest=good_digest), "per_mille"),
         (pb.AdapterCanary(digest=good_digest, per_mille=1001), "per_mille"),
         (pb.AdapterCanary(digest=good_digest, per_mille=1), "digest"),  # the active version
     ):
-        yield call("UpdateAdapter", update, {"adapter.canary": canary}, fields=(f"adapter.canary.{field}",))
+        what = f"a canary of {canary.digest[:4]!r} with {canary.per_mille}"
+        yield call("UpdateAdapter", update, {"adapter.canary": canary}, what, fields=(f"adapter.canary.{field}",))
     unknown = pb.AdapterCanary(digest=names.UNKNOWN_DIGEST, per_mille=1)
     yield call("UpdateAdapter", update, {"adapter.canary": unknown}, code=NOT_FOUND)
     for count in (501, 2**32 - 1):
         yield call("UpdateAdapter", update, {"adapter.keep_versions": count})
     for seconds, nanos in ((0, 0), (1, 0), (-1, 0), (2**62, 0), (253_402_300_799, 0), (0, -1), (0, 2**31 - 1)):
         moment = timestamp_pb2.Timestamp(seconds=seconds, nanos=nanos)
-        yield call("UpdateAdapter", update, {"adapter.expire_time": moment})
+        yield call("UpdateAdapter", update, {"adapter.expire_time": moment}, f"to expire at {seconds} s {nanos} ns")
     for fields in durations:
-        yield call("UpdateAdapter", update, {"ttl": duration_pb2.Duration(**fields)})
+        yield call("UpdateAdapter", update, {"ttl": duration_pb2.Duration(**fields)}, f"to live for {fields}")
     other = pb.UpdateAdapterRequest(adapter=pb.Adapter(name=GOOD), update_mask={"paths": ["labels"]})
     yield call("UpdateAdapter", other, {"ttl": duration_pb2.Duration(seconds=1)})
     yield call("UpdateAdapter", update, {}, "the end of every part of a rollout", code=OK)
-    for digest in names.BAD_DIGESTS:
-        activate = pb.ActivateAdapterVersionRequest(name=GOOD, digest=good_digest)
-        yield call("ActivateAdapterVersion", activate, {"expected_digest": digest})
-        yield call("RollbackAdapter", pb.RollbackAdapterRequest(name=GOOD), {"expected_digest": digest})
+    for number, digest in enumerate(names.BAD_DIGESTS):
+        activate, what = (
+            pb.ActivateAdapterVersionRequest(name=GOOD, digest=good_digest),
+            f"bad expected digest {number}",
+        )
+        yield call("ActivateAdapterVersion", activate, {"expected_digest": digest}, what)
+        yield call("RollbackAdapter", pb.RollbackAdapterRequest(name=GOOD), {"expected_digest": digest}, what)
     other_digest: dict[str, Any] = {"code": grpc.StatusCode.ABORTED, "reason": "ETAG_MISMATCH"}
     for rpc, message in (
         ("ActivateAdapterVersion", pb.ActivateAdapterVersionRequest(name=GOOD, digest=good_digest)),

@@ -317,6 +317,20 @@ def _adapters() -> Iterator[Case]:
             messages=(message.SerializeToString(),),
             fields=("adapter_digest",),
         )
+    use = generation_pb2.AdapterUse
+    for selector in ("", "0", "01", "UP", "1@2"):
+        yield _refused({"adapter": f"good@{selector}"}, "adapter", f"version {selector!r}")
+        yield _refused({"adapters": [use(name=f"good@{selector}")]}, "adapters[0].name", f"use of {selector!r}")
+    for place, name in enumerate(names.BAD_IDS):
+        yield _refused({"adapters": [use(name=name)]}, "adapters[0].name", f"use of bad id {place}")
+    for place, digest in enumerate(names.BAD_DIGESTS):
+        bad = use(name="good", digest=digest)
+        yield _refused({"adapters": [bad]}, "adapters[0].digest", f"use of bad digest {place}")
+    for scale in (float("nan"), float("inf"), -100.5, 1e30):
+        yield _refused({"adapters": [use(name="good", scale=scale)]}, "adapters[0].scale", f"scale {scale}")
+    yield _refused({"adapters": [use(name="good")] * 2}, "adapters[1].name", "one adapter twice")
+    yield _refused({"adapters": [use(name=f"a{number}") for number in range(5)]}, "adapters", "five adapters")
+    yield _refused({"combination": 99, "adapters": [use(name="good")]}, "combination", "an unknown combination")
     yield Case(
         name="unknown version",
         method=GENERATE,

@@ -125,11 +125,9 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     yield from (refused(INVALID, "hello.worker_id", worker_id=worker_id) for worker_id in bad_ids)
     bounds: dict[str, list[int]] = {
         "num_blocks": [0, (1 << 24) + 1, U32],
-        "block_size": [0, (1 << 16) + 1, U32],
-        "max_rows": [0, (1 << 16) + 1, U32],
+        **{name: [0, (1 << 16) + 1, U32] for name in ("block_size", "max_rows", "num_slots")},
         "max_step_tokens": [0, (1 << 20) + 1, U32],
         "arena_bytes": [(1 << 50) + 1, U64],
-        "num_slots": [0, (1 << 16) + 1, U32],
         "max_model_len": [0, 1, 2**31, U32],
         "max_adapter_model_len": [2**31, U32],
         "vocab_size": [0, 2**31, U32],
@@ -306,7 +304,7 @@ def _results(facts: Facts) -> Iterator[Conversation]:
     }.items():
         yield result(f"log-probabilities {name}", "", sampled_logprobs=[entry])
     yield result("prompt log-probabilities that nobody requested", "row 0", prompt_logprobs=[_logprobs()])
-    yield result("a vector that nobody requested", "vectors", pooled=[pb.PooledRow(row=0, values=_floats(1.0))])
+    yield result("a vector that nobody requested", "vectors", pooled=[pb.PooledRow(row=1, values=_floats(1.0))])
     yield result("as it should be", code=OK)
     yield result("with a time of 2^64 - 1", code=OK, step_time_us=U64, move_time_us=U64, num_moved_blocks=U32)
 
