@@ -71,6 +71,10 @@ class Operation:
             await asyncio.wait_for(self._done.wait(), timeout_s)
         return self.is_done
 
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call this once it is done, soon if it is done already."""
+        self._task.add_done_callback(lambda _task: callback())
+
     def cancel(self) -> None:
         """Ask it to end. A deletion goes on: it has begun already, and new requests are refused."""
         if self._is_cancellable:
@@ -149,10 +153,16 @@ class OperationStore:
         return operation
 
     def _forget_oldest(self) -> None:
-        num_over = len(self._operations) - self._max_kept
-        finished = [key for key, operation in self._operations.items() if operation.is_done]
-        for key in finished[: max(num_over, 0)]:
-            del self._operations[key]
+        """Forget finished ones above the limit, of the owner that has most: nobody drives out those of others."""
+        finished: dict[str, list[str]] = {}
+        for key, operation in self._operations.items():
+            if operation.is_done:
+                finished.setdefault(operation.owner, []).append(key)
+        for _ in range(len(self._operations) - self._max_kept):
+            most = max(finished.values(), key=len, default=[])
+            if not most:
+                return
+            del self._operations[most.pop(0)]
 
     def find(self, operation_id: str) -> Operation | None:
         """The operation, or None where it is not known any more, or not for the caller to see."""

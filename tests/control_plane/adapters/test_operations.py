@@ -58,3 +58,14 @@ async def test_close_cancels_what_does_not_end_in_time() -> None:
     assert not await operation.wait(0)
     await store.close(timeout_s=0)
     assert operation.is_done and operation.is_cancelled
+
+
+async def test_operations_of_one_owner_drive_out_none_of_another() -> None:
+    store = OperationStore(wall_clock=lambda: 0.0, max_kept=3)
+    first = store.start("b", "delete", done, owner="labs", is_cancellable=False)
+    await store.close(timeout_s=5)
+    for _ in range(5):
+        store.start("a", "verify", done, owner="acme", is_cancellable=True)
+        await store.close(timeout_s=5)
+    assert store.find(first.operation_id) is first
+    assert len(store.page(100, "")[0]) == 3
