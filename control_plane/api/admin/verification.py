@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import grpc.aio
@@ -14,10 +15,13 @@ from control_plane.adapters.verifier import Verifier
 from control_plane.api.admin.operations import operation_message
 from control_plane.api.admin.resource_names import adapter_id_in
 from control_plane.api.gate import DrainGate
+from control_plane.api.rpc.shared_limit import SharedLimit
+from control_plane.caller import current_caller
 from control_plane.checks import Violations, check_digest
 
 SERVICE_NAME = verify_pb2.DESCRIPTOR.services_by_name["VerificationService"].full_name
 MAX_PROMPTS = 64
+MAX_VERIFICATIONS = 8  # under way: one computes, the others wait
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 2, 1024
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,6 +33,7 @@ class VerificationService(verify_pb2_grpc.VerificationServiceServicer):
         self._verifier = verifier
         self._gate = gate
         self._vocab_size = vocab_size
+        self._places = SharedLimit(MAX_VERIFICATIONS, "verifications", retry_after_s=60.0)
 
     # ruff: noqa: N802 - the stub names the method
 
@@ -55,4 +60,8 @@ class VerificationService(verify_pb2_grpc.VerificationServiceServicer):
                 )
         violations.raise_if_any()
         prompts = [list(prompt.ids) for prompt in request.prompts]
-        return operation_message(self._verifier.start(adapter_id, request.digest, prompts))
+        with contextlib.ExitStack() as place:
+            place.enter_context(self._places.place(current_caller().holder))
+            operation = self._verifier.start(adapter_id, request.digest, prompts)
+            operation.when_done(place.pop_all().close)
+        return operation_message(operation)
