@@ -53,7 +53,7 @@ from control_plane.api.generation import service as generation
 from control_plane.api.pooling import service as pooling
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
-from control_plane.api.text.codec import TextCodec
+from control_plane.api.text.adapter_texts import check_template
 from control_plane.audit.audit_log import AuditLog, open_audit_log
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
 from control_plane.directory_lock import PRIVATE, DirectoryInUse, DirectoryLock
@@ -71,6 +71,7 @@ from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.store import StoreUrlError
 from control_plane.signatures.verifier import open_verifier
 from control_plane.store_calls import StoreCalls
+from control_plane.text_setup import adapter_texts, start_codec
 from control_plane.version_services import push_part, verification_part
 
 logger = logging.getLogger(__name__)
@@ -150,10 +151,9 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     """Everything, started and listening; `stack` ends it."""
     max_connections = descriptors.make_room(config.max_connections)
     _lock_data_dir(config.data_dir, stack)
-    audit = _open_audit_log(config, stack)
-    uploads_dir = config.data_dir / "uploads"
+    audit, uploads_dir = _open_audit_log(config, stack), config.data_dir / "uploads"
     base_model = await _read_base_model(config)
-    codec = await _start_codec(config, base_model, stack)
+    codec, base_model = await start_codec(config, base_model, stack)
     reports = await _open_reports(config, base_model, stack)
     fleet_settings = config.fleet_settings()
     prefixes = fleet_settings.tenants.name_prefixes
@@ -186,8 +186,9 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         audit=audit,
     )
     facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint)
+    texts = adapter_texts(codec, weights, stack)
     parts: Any = {"codec": codec, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
-    generation_service = generation.GenerationService(model=facts, served=reports, **parts)
+    generation_service = generation.GenerationService(model=facts, served=reports, texts=texts, **parts)
     pooling_service = pooling.PoolingService(model=facts, served=reports, **parts)
     status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
     health_service, reporter = _report_on(fleet, reports)
@@ -299,20 +300,6 @@ async def _read_base_model(config: ServerConfig) -> BaseModel:
     return base_model
 
 
-async def _start_codec(config: ServerConfig, base_model: BaseModel, stack: contextlib.AsyncExitStack) -> TextCodec:
-    converted = config.data_dir / "tokenizers" / f"{base_model.fingerprint}.json"
-    codec = await asyncio.to_thread(TextCodec.load, config.model_dir, converted)
-    stack.push_async_callback(codec.close)
-    await codec.start()
-    if not codec.has_tokenizer:
-        logger.warning("text is off, token ids work: %s; put a tokenizer.json into %s", codec.reason, config.model_dir)
-    elif not codec.has_chat_template:
-        logger.info(
-            "no chat template", extra=shown("the checkpoint has no chat template: chats are refused, text works")
-        )
-    return codec
-
-
 def _open(make: Callable[[AccessSettings, FileWatcher], T], config: ServerConfig, watcher: FileWatcher) -> T:
     """A part that the settings of access describe. Raises ConfigError."""
     try:
@@ -413,6 +400,7 @@ async def _open_storage(
         scratch_dir=scratch_dir,
         prefixes=prefixes,
         pool=IngestPool(),
+        check_template=check_template,
     )
     stack.push_async_callback(registry.close)
     num_adapters = registry.stats().num_registered

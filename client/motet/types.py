@@ -304,6 +304,7 @@ class AdapterVersion:
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
     vocab_size: int | None = None  # tokens of its own vocabulary; None: the base model's
     num_rows: int = 0  # rows of embedding and head that it replaces or adds
+    files: tuple[str, ...] = ()  # what it has of its own: "chat_template", "generation_config", "tokenizer"
     verification: VersionVerification | None = None  # the last one; None: there was none
     num_labels: int = 0  # of its score head; 0: it has none, and classify() cannot use it
     class_labels: tuple[str, ...] = ()  # those labels; filled by get() and register() only

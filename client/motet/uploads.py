@@ -22,6 +22,15 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # TensorRT-LLM's arrays, and the exact values that `motet convert peft-to-trtllm` may write beside them.
 WEIGHTS_ARRAY, ROWS_ARRAY, EXACT_ARRAY = "model.lora_weights.npy", "model.lora_config.npy", "model.lora_exact.npy"
+# Sent where the directory has them: what an adapter may bring beside its weights.
+COMPANION_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 SIGNATURE_FILE = "model.sig"  # sent where the directory has one
 _PICKLE_FILE = "adapter_model.bin"
 _LFS_POINTER = b"version https://git-lfs"
@@ -129,8 +138,8 @@ def _adapter_files(directory: Path) -> list[Path]:
             raise invalid_field(
                 "directory", f"{directory} has no {path.name}; {_way_on(directory)}", reason="ADAPTER_INVALID"
             )
-    signature = directory / SIGNATURE_FILE
-    return [config, weights, *([signature] if signature.is_file() else [])]
+    beside = [directory / name for name in (*COMPANION_FILES, SIGNATURE_FILE)]
+    return [config, weights, *(path for path in beside if path.is_file())]
 
 
 def _trtllm_files(directory: Path) -> list[Path]:

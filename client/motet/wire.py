@@ -240,6 +240,7 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         num_rows=message.num_rows,
         num_labels=message.num_labels,
         class_labels=tuple(message.class_labels),
+        files=tuple(message.files),
         verification=_verification_from(message.verification) if message.HasField("verification") else None,
     )
 

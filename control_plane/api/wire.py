@@ -85,6 +85,7 @@ def version_message(
         version_labels=labels,
         vocab_size=version.vocab_size,
         num_rows=version.num_rows,
+        files=version.files,
         verification=None if version.verification is None else _verification_message(version.verification),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
@@ -73,6 +74,28 @@ class AdapterWeights:
         else:
             self._num_hits += 1
         return PackedAdapter(layout.manifest, partial(self._parts, layout))
+
+    async def documents(self, digest: str) -> dict[str, bytes]:
+        """What the version has beside its weights, by name, from the store. Raises MotetError."""
+
+        def read() -> dict[str, bytes]:
+            manifest = json.loads(self._store.read_manifest(digest))
+            found = {}
+            for index, entry in enumerate(manifest.get("companions", ()), start=len(manifest["chunks"])):
+                data = self._store.read_range(digest, index, 0, entry["size_bytes"])
+                if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+                    raise AdapterDamaged(
+                        f"adapter {digest}: its stored {entry['name']} is damaged; register the adapter again"
+                    )
+                found[entry["name"]] = data
+            return found
+
+        try:
+            return await self._calls.read(read)
+        except FileNotFoundError as error:
+            raise AdapterNotFound(
+                f"the stored files of adapter {digest} are gone; register it again", resource=f"digests/{digest}"
+            ) from error
 
     async def ensure_cached(self, digest: str) -> None:
         """Have it in the cache, if the cache works and it fits."""

@@ -10,6 +10,21 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 WEIGHTS_ARRAY = "model.lora_weights.npy"
 ROWS_ARRAY = "model.lora_config.npy"
 EXACT_ARRAY = "model.lora_exact.npy"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
+# What an adapter may bring beside its weights, and how large each file may be, bytes.
+COMPANION_LIMITS = {
+    TOKENIZER_FILE: 64 << 20,
+    TOKENIZER_CONFIG: 4 << 20,
+    SPECIAL_TOKENS_FILE: 1 << 20,
+    ADDED_TOKENS_FILE: 1 << 20,
+    TEMPLATE_FILE: 1 << 20,
+    GENERATION_FILE: 1 << 20,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +34,15 @@ class AdapterFormat:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     written_by: str  # for messages
+    companions: tuple[str, ...] = ()  # files that say nothing of the weights; all of them are optional
 
     @property
     def names(self) -> tuple[str, ...]:
         """All files that it may have."""
-        return (*self.required, *self.optional)
+        return (*self.required, *self.optional, *self.companions)
 
 
-PEFT = AdapterFormat((CONFIG_FILE, WEIGHTS_FILE), (), "PEFT's save_pretrained")
+PEFT = AdapterFormat((CONFIG_FILE, WEIGHTS_FILE), (), "PEFT's save_pretrained", tuple(COMPANION_LIMITS))
 TRTLLM = AdapterFormat(
     (WEIGHTS_ARRAY, ROWS_ARRAY), (CONFIG_FILE, EXACT_ARRAY), "TensorRT-LLM's hf_lora_convert.py or `motet convert`"
 )

@@ -108,6 +108,7 @@ def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: floa
         number=number,
         vocab_size=packed.num_tokens or 0,
         num_rows=packed.num_rows,
+        files=packed.companions,
         min_rank=packed.min_rank,
         parts=packed.parts,
         labels=packed.labels,

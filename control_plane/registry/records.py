@@ -51,6 +51,7 @@ class AdapterVersion:
     number: int = 0  # counts up from 1 with the versions of the name; never given twice while the name exists
     vocab_size: int = 0  # tokens of its own vocabulary; 0: the base model's
     num_rows: int = 0  # rows of embedding and head that it replaces or adds
+    files: tuple[str, ...] = ()  # documents that it has beside its weights, sorted (registry/companions)
     min_rank: int = 0  # of a module; 0: registered before it was kept
     # Kinds of tensors that its modules have, as the packed layout calls them, sorted. What is no plain LoRA has further
     # ones. Empty: registered before they were kept.
@@ -167,6 +168,8 @@ def encode_version(version: AdapterVersion) -> bytes:
     for name in ("context_length", "vocab_size", "num_rows"):
         if not document[name]:  # as documents were before there were such adapters
             del document[name]
+    if not version.files:
+        del document["files"]
     if version.signature is None:  # as documents were before there were signatures
         del document["signature"]
     else:
@@ -270,15 +273,16 @@ def _version(document: dict[str, Any]) -> AdapterVersion:
     modules = values.pop("target_modules")
     if isinstance(modules, list):
         modules = _module_names(modules)
-    parts = tuple(values.pop("parts", ()))
-    if not all(isinstance(part, str) for part in parts):
-        raise ValueError("parts is not a list of names")
+    parts, files = tuple(values.pop("parts", ())), tuple(values.pop("files", ()))
+    if not all(isinstance(name, str) for name in (*parts, *files)):
+        raise ValueError("parts or files is not a list of names")
     labels = tuple(values.pop("labels", ()))
     if not all(isinstance(label, str) for label in labels):
         raise ValueError("labels is not a list of texts")
     return AdapterVersion(
         **values,
         parts=parts,
+        files=files,
         labels=labels,
         target_modules=modules,
         signature=_signature(signed),

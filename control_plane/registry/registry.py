@@ -33,7 +33,7 @@ from control_plane.registry.new_version import Description, registered
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.packing.ingest_pool import IngestPool
 from control_plane.registry.peft.ingest import PackedInfo
-from control_plane.registry.peft.packing import CheckFiles, Packer, take_as_they_are
+from control_plane.registry.peft.packing import CheckFiles, CheckTemplate, Packer, take_as_they_are
 from control_plane.registry.permissions import require_owner, require_registration, require_same_owner
 from control_plane.registry.records import (
     AdapterRecord,
@@ -107,6 +107,7 @@ class Registry:
         scratch_dir: Path | None = None,
         prefixes: NamePrefixes = NO_PREFIXES,
         pool: IngestPool | None = None,
+        check_template: CheckTemplate | None = None,
     ) -> Registry:
         """Lock the store, bring it in order, read it. `scratch_dir` takes adapters while they are packed.
 
@@ -121,7 +122,14 @@ class Registry:
                 await calls.read(store.close)
             raise
         catalog = Catalog(base_model, recovered.blobs, recovered.records, reports=reports, clock=clock)
-        packer = Packer(base_model, reports, max_adapter_bytes=max_adapter_bytes, scratch_dir=scratch_dir, pool=pool)
+        packer = Packer(
+            base_model,
+            reports,
+            max_adapter_bytes=max_adapter_bytes,
+            scratch_dir=scratch_dir,
+            pool=pool,
+            check_template=check_template,
+        )
         logger.info("registry open incarnation=%d num_adapters=%d", incarnation, len(recovered.records))
         return cls(store, calls, catalog, packer, incarnation=incarnation, clock=clock, prefixes=prefixes)
 

@@ -246,6 +246,8 @@ def _get(arguments: argparse.Namespace) -> int:
             ("modules", str(len(version.target_modules))),
             ("signed by", _signer(version)),
         ]
+        if version.files:
+            lines.append(("brings", ", ".join(version.files)))
         if version.context_length:
             lines.append(("context", f"{version.context_length} tokens, with a rotary embedding of its own"))
     for name, value in lines:

@@ -34,7 +34,7 @@ from control_plane.checks import (
 )
 from control_plane.directory_lock import PRIVATE
 from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
-from control_plane.registry.adapter_files import ALL_NAMES, PEFT, TRTLLM, names_error
+from control_plane.registry.adapter_files import ALL_NAMES, COMPANION_LIMITS, PEFT, TRTLLM, names_error
 from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES
 from control_plane.signatures.verifier import SIGNATURE_FILE
 
@@ -256,6 +256,11 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
             violations.add(
                 f"header.files[{index}].size_bytes",
                 f"is {file.size_bytes} for {SIGNATURE_FILE}; at most {MAX_SIGNATURE_BYTES} are read",
+            )
+        if file.size_bytes > COMPANION_LIMITS.get(file.name, file.size_bytes):
+            violations.add(
+                f"header.files[{index}].size_bytes",
+                f"is {file.size_bytes} for {file.name}; at most {COMPANION_LIMITS[file.name]}: leave the file out",
             )
         if not is_digest(file.sha256):
             violations.add(f"header.files[{index}].sha256", f"is not a valid SHA-256: {DIGEST_FORM}")

@@ -14,6 +14,7 @@ from motet.v1 import generation_pb2
 
 from control_plane.checks import Violations, check_digest
 from control_plane.errors import PreconditionFailed
+from control_plane.registry.records import ResolvedAdapter
 
 
 def check_preconditions(preconditions: generation_pb2.Preconditions, violations: Violations) -> None:
@@ -54,6 +55,17 @@ def require_vocabulary(checked_for: int, vocab_size: int) -> None:
         raise PreconditionFailed(
             f"adapter: its version was deleted meanwhile, and the active one has {vocab_size} tokens, not "
             f"{checked_for}; send the request again"
+        )
+
+
+def require_text(named: ResolvedAdapter | None, resolved: Sequence[ResolvedAdapter]) -> None:
+    """Raises PreconditionFailed if the prompt was made with the tokenizer or template of a version that is gone."""
+    if named is None or len(resolved) != 1 or resolved[0].ref.digest == named.ref.digest:
+        return
+    if named.version.files or resolved[0].version.files:
+        raise PreconditionFailed(
+            "adapter: its version was deleted meanwhile, and the active one has another tokenizer, chat template or "
+            "defaults; send the request again"
         )
 
 

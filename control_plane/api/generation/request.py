@@ -121,8 +121,10 @@ def check_request(
     )
 
 
-def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_model_len: int) -> int:
-    """How many tokens may be generated.
+def effective_max_tokens(
+    checked: CheckedRequest, num_prompt_tokens: int, max_model_len: int, default: int = DEFAULT_MAX_TOKENS
+) -> int:
+    """How many tokens may be generated; `default` where the client sets no limit.
 
     Raises ContextTooLong where prompt and max_tokens exceed the context, InvalidRequest where min_tokens exceeds both.
     """
@@ -131,7 +133,7 @@ def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_mo
         raise prompt_too_long(checked.input_field, f"{num_prompt_tokens} tokens", max_model_len)
     if checked.max_tokens is None:
         # A resumed stream without max_tokens goes on to where the unbroken one would have ended.
-        max_tokens = min(DEFAULT_MAX_TOKENS, left)
+        max_tokens = min(default, left)
     elif checked.max_tokens > left:
         raise ContextTooLong(
             FieldViolation(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from motet.v1 import types_pb2
+from motet.v1 import generation_pb2, types_pb2
 
 from contract.sampling import MAX_BIAS, MIN_BIAS, PARAMETERS, Parameter
 from control_plane.checks import Violations
@@ -59,6 +59,15 @@ def check_sampling(
             "in a call of their own",
         )
     return Sampling(**values, logit_bias=_checked_logit_bias(params.logit_bias, vocab_size, violations))
+
+
+def set_defaults(request: generation_pb2.GenerateRequest, defaults: Mapping[str, float]) -> None:
+    """Set the sampling parameters that the client left unset. A beam search, which does not sample, gets none."""
+    if request.decoding.HasField("beam_search"):
+        return
+    for name, value in defaults.items():
+        if not request.sampling.HasField(name):
+            setattr(request.sampling, name, value)
 
 
 def check_decoding(params: types_pb2.DecodingParams, sampling: Sampling, violations: Violations) -> Decoding:

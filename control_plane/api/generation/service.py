@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from contract.rope_scaling import MAX_CONTEXT
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation.adapter_uses import composition_of, named_uses
 from control_plane.api.generation.generation_record import GenerationRecord
-from control_plane.api.generation.preconditions import require_model, require_prompt, require_vocabulary
+from control_plane.api.generation.preconditions import require_model, require_prompt, require_text, require_vocabulary
 from control_plane.api.generation.request import (
+    DEFAULT_MAX_TOKENS,
     CheckedRequest,
     check_prompt_logprobs,
     check_request,
@@ -30,6 +31,8 @@ from control_plane.api.generation.request import (
     effective_stop_token_ids,
 )
 from control_plane.api.generation.response_stream import ResponseStream, parts_of
+from control_plane.api.generation.sampling_params import set_defaults
+from control_plane.api.text.adapter_texts import AdapterTexts
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
@@ -72,6 +75,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         model: ModelFacts,
         served: WorkerReports,
         codec: TextCodec,
+        texts: AdapterTexts | None = None,
         registry: Registry,
         fleet: Fleet,
         gate: DrainGate,
@@ -84,7 +88,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._audit = audit or AuditLog()
         self._model = model
         self._served = served
-        self._codec = codec
+        self._texts = texts or AdapterTexts(codec, _no_documents)
         self._registry = registry
         self._fleet = fleet
         self._gate = gate
@@ -110,26 +114,32 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         caller = current_caller()
         account = self._fleet.account_of(caller.tenant, caller.host, is_authenticated=caller.principal.is_authenticated)
         key = message.routing_key or message.request_id or secrets.token_hex(8)
-        vocab_size = self._vocab_size_of(message, key)
+        named, text = await self._texts.of(lambda: self._named(message, key))
+        vocab_size = (None if named is None else named.ref.vocab_size) or self._model.vocab_size
+        set_defaults(message, text.defaults.sampling)
         checked = check_request(
             message, vocab_size=vocab_size, max_model_len=self._max_model_len(MAX_CONTEXT), draw_seed=self._draw_seed
         )
-        stop_token_ids = effective_stop_token_ids(checked, self._model.eos_token_ids, vocab_size)
+        stop_token_ids = effective_stop_token_ids(
+            checked, text.defaults.eos_token_ids or self._model.eos_token_ids, vocab_size
+        )
         if checked.stop:
-            self._codec.require_stop_strings()
+            text.codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
         resolved = self._resolved(checked, key)
         max_model_len = self._max_model_len(max((each.ref.context_length for each in resolved), default=0))
         render_time_s = self._render_time_s(checked)
-        prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len, vocab_size)
+        prompt = await self._prompt_token_ids(checked, text.codec, account, render_time_s, max_model_len, vocab_size)
         resolved = [
             self._resolved_anew(adapter, key=None if use.names_version else key)
             for adapter, use in zip(resolved, checked.adapters.uses, strict=True)
         ]
         if len(resolved) == 1:
             require_vocabulary(vocab_size, resolved[0].ref.vocab_size or self._model.vocab_size)
+        require_text(named, resolved)
         require_prompt(checked.prompt_sha256, prompt)
-        max_tokens = effective_max_tokens(checked, len(prompt), max_model_len)
+        default_tokens = text.defaults.max_tokens or DEFAULT_MAX_TOKENS
+        max_tokens = effective_max_tokens(checked, len(prompt), max_model_len, default_tokens)
         check_prompt_logprobs(checked, len(prompt))
         decoding = checked.decoding
         request = Request(
@@ -150,7 +160,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             num_samples=decoding.best_of if decoding.beam is None else 1,
             beam=decoding.beam,
         )
-        stream = self._response_stream(checked, request, resolved, render_time_s, vocab_size)
+        stream = self._response_stream(checked, request, resolved, text.codec, render_time_s, vocab_size)
         with GenerationRecord(self._audit, caller, checked, request, stream, self._clock) as record:
             if await stream.resume():
                 # The client had every token already; only the end of its stream was lost.
@@ -182,19 +192,21 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             raise PermissionDenied("adapter: this credential may not use the base model; name an adapter")
         return [self._registry.resolve(use.adapter_id, use.digest, selector=use.selector, key=key) for use in uses]
 
-    def _vocab_size_of(self, message: generation_pb2.GenerateRequest, key: str) -> int:
-        """Tokens that the request may name: its adapter's. The base model's where the adapter is not known."""
+    def _named(self, message: generation_pb2.GenerateRequest, key: str) -> ResolvedAdapter | None:
+        """The one adapter whose vocabulary, tokenizer, template and defaults count; None: the base model's do.
+
+        They do for several adapters. For one that is not known the checks that follow say what is wrong.
+        """
         named, digest = message.adapter, message.adapter_digest
         if len(message.adapters) == 1:
             named, digest = message.adapters[0].name, message.adapters[0].digest
         if not named:
-            return self._model.vocab_size
+            return None
         name = version_name_of(named, digest, "adapter", Violations())
         try:
-            resolved = self._registry.resolve(name.adapter_id, digest, selector=name.selector, key=key)
+            return self._registry.resolve(name.adapter_id, digest, selector=name.selector, key=key)
         except MotetError:
-            return self._model.vocab_size  # the checks that follow say what is wrong
-        return resolved.ref.vocab_size or self._model.vocab_size
+            return None
 
     def _resolved_anew(self, resolved: ResolvedAdapter, *, key: str | None) -> ResolvedAdapter:
         """`resolved` again, after other tasks had a turn of the event loop, if that version still exists.
@@ -214,6 +226,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         checked: CheckedRequest,
         request: Request,
         resolved: Sequence[ResolvedAdapter],
+        codec: TextCodec,
         render_time_s: float | None,
         vocab_size: int,
     ) -> ResponseStream:
@@ -230,7 +243,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             render_time_s=render_time_s,
             request=request,
             vocab_size=vocab_size,
-            make_text=lambda: TextStream(self._codec.detokenizer(), stops, checked.sampling.min_tokens),
+            make_text=lambda: TextStream(codec.detokenizer(), stops, checked.sampling.min_tokens),
             clock=self._clock,
             keeps_text=self._audit.has_text,
         )
@@ -244,6 +257,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _prompt_token_ids(
         self,
         checked: CheckedRequest,
+        codec: TextCodec,
         account: str,
         render_time_s: float | None,
         max_model_len: int,
@@ -254,12 +268,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         # Do not tokenise a prompt whose request would be refused in any case.
         self._fleet.check_room(account, checked.decoding.num_indices * (checked.max_tokens or 1))
         if checked.text is not None:
-            ids = await self._codec.encode_text(checked.text, tenant=account, max_model_len=max_model_len)
+            ids = await codec.encode_text(checked.text, tenant=account, max_model_len=max_model_len)
         else:
             assert checked.messages is not None
-            ids = await self._codec.encode_chat(
-                checked.messages, render_time_s, tenant=account, max_model_len=max_model_len
-            )
+            ids = await codec.encode_chat(checked.messages, render_time_s, tenant=account, max_model_len=max_model_len)
         if not ids:
             raise refuse(checked.input_field, "no token is left after tokenisation; a prompt needs at least one")
         if max(ids) >= vocab_size:
@@ -268,6 +280,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 f"holds the token {max(ids)}, which the model, of vocabulary size {vocab_size}, lacks",
             )
         return ids
+
+
+async def _no_documents(_digest: str) -> Mapping[str, bytes]:
+    return {}
 
 
 def _ranked_sampling(checked: CheckedRequest) -> Sampling:

@@ -33,6 +33,10 @@ class RenderRefused(Exception):
     """The template refused the conversation, or took too much for it; the message is for the caller."""
 
 
+class RenderLimitExceeded(RenderRefused):
+    """The template took too much time for the conversation."""
+
+
 class ChatRenderer:
     """One template and the children that run it: started when they are needed, kept, replaced when they die."""
 
@@ -141,8 +145,8 @@ class ChatRenderer:
                 return status
             limits = self._limits
             limit = f"{limits.wall_limit_s:g} s" if is_stuck else f"{limits.cpu_limit_s:g} s of CPU time"
-            raise RenderRefused(
-                f"the checkpoint's chat template took more than {limit} for {what}; send text or token_ids instead"
+            raise RenderLimitExceeded(
+                f"the chat template took more than {limit} for {what}; send text or token_ids instead"
             ) from error
         except BaseException:
             await self._drop(child)

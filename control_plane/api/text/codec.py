@@ -6,6 +6,7 @@ tenants before them. Refuses what the checkpoint cannot do with TokenizerUnavail
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
@@ -17,14 +18,15 @@ from tokenizers import Tokenizer
 
 from control_plane.access.principal import DEFAULT_TENANT
 from control_plane.api.text.chat_renderer import ChatRenderer, RenderRefused
-from control_plane.api.text.checkpoint_files import read_chat_files
 from control_plane.api.text.detokenizer import Detokenizer, DetokenizerFactory
 from control_plane.api.text.fair_gate import FairGate
 from control_plane.api.text.length_bound import length_bound, prompt_too_long
-from control_plane.api.text.tokenizer_files import load_tokenizer
+from control_plane.api.text.tokenizer_files import find_tokenizer_file, load_tokenizer
 from control_plane.checks import refuse
+from control_plane.config import ConfigError
 from control_plane.daemon_threads import DaemonThreads
 from control_plane.errors import TokenizerUnavailable
+from control_plane.registry.companions.chat_files import ChatFilesError, read_chat_files
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +56,13 @@ class TextCodec:
         reason: str = "",
         no_chat_reason: str = _NO_TEMPLATE,
         encoder: Encoder | None = None,
+        tokenizer_file: Path | None = None,
     ) -> None:
         """`reason`: why there is no tokenizer, `no_chat_reason`: why there is no template, for clients.
 
-        `encoder` encodes texts; None: the tokenizer does.
+        `encoder` encodes texts; None: the tokenizer does. `tokenizer_file`: the tokenizer.json that it was read from.
         """
+        self.tokenizer_file = tokenizer_file
         self._encoder = encoder or tokenizer
         self._factory = None if tokenizer is None else DetokenizerFactory(tokenizer)
         self._bound = None if tokenizer is None else length_bound(tokenizer)
@@ -77,11 +81,34 @@ class TextCodec:
         # A call encodes one text: the library's own threads would have nothing to do.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         tokenizer, reason = load_tokenizer(model_dir, cache_file)
-        files = read_chat_files(model_dir)
+        try:
+            files = read_chat_files(model_dir)
+        except ChatFilesError as error:
+            raise ConfigError(str(error)) from error
         chat = None
         if files.template is not None:
             chat = ChatRenderer(files.template, files.special_tokens, max_processes=NUM_PLACES)
-        return cls(tokenizer, chat, reason=reason, no_chat_reason=files.reason)
+        return cls(
+            tokenizer,
+            chat,
+            reason=reason,
+            no_chat_reason=files.reason,
+            tokenizer_file=None if tokenizer is None else find_tokenizer_file(model_dir, cache_file),
+        )
+
+    def with_own(self, tokenizer: Tokenizer | None, chat: ChatRenderer | None) -> TextCodec:
+        """A codec for one adapter, with its own tokenizer and template where it has them.
+
+        The two share threads and the turns of tenants. Close this one, and not the other.
+        """
+        own = copy.copy(self)
+        if tokenizer is not None:
+            own._encoder = tokenizer
+            own._factory = DetokenizerFactory(tokenizer)
+            own._bound = length_bound(tokenizer)
+        if chat is not None:
+            own._chat = chat
+        return own
 
     async def start(self) -> None:
         """Compile the template. Without this the first conversation does."""

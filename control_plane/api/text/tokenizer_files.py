@@ -18,11 +18,11 @@ CONVERT_TIMEOUT_S = 120.0
 
 def load_tokenizer(model_dir: Path, cache_file: Path) -> tuple[Tokenizer | None, str]:
     """The checkpoint's tokenizer, or None and the reason for clients. Blocks; a conversion goes into `cache_file`."""
-    file = model_dir / "tokenizer.json"
-    if not file.is_file():
-        file = cache_file
-        if not file.is_file() and not _convert(model_dir, file):
+    file = find_tokenizer_file(model_dir, cache_file)
+    if file is None:
+        if not _convert(model_dir, cache_file):
             return None, "the checkpoint has no tokenizer.json and its tokenizer could not be converted"
+        file = cache_file
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
@@ -32,6 +32,11 @@ def load_tokenizer(model_dir: Path, cache_file: Path) -> tuple[Tokenizer | None,
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, ""
+
+
+def find_tokenizer_file(model_dir: Path, cache_file: Path) -> Path | None:
+    """The checkpoint's tokenizer.json, or the one that was converted; None if there is neither."""
+    return next((file for file in (model_dir / "tokenizer.json", cache_file) if file.is_file()), None)
 
 
 def _convert(model_dir: Path, out: Path) -> bool:

@@ -66,6 +66,7 @@ class BaseModel:
     num_layers: int  # decoder layers
     model_dir: Path
     tensors: dict[str, CheckpointTensor] = field(default_factory=dict, repr=False)  # the floating-point ones
+    tokenizer_file: Path | None = None  # its tokenizer.json, or one that was converted; None: there is none
 
     @classmethod
     def load(cls, model_dir: Path, dtype: str = "auto", max_model_len: int | None = None) -> BaseModel:

@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from control_plane.errors import MotetError
-from control_plane.registry.peft.ingest import ingest
+from control_plane.registry.companions.packing import pack_whole
 
 HEADER = struct.Struct("<Q")
 NICENESS = 10  # streams of tokens go first
@@ -81,7 +81,7 @@ def main() -> int:
 
 def _outcome(job: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"result": ingest(job["files"], job["base_model"], **job["arguments"])}
+        return {"result": pack_whole(job["files"], job["base_model"], **job["arguments"])}
     except MemoryError:
         return {"memory": True}
     except (MotetError, OSError) as error:

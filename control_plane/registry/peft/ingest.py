@@ -72,6 +72,7 @@ class PackedInfo:
     min_rank: int = 0  # of a module
     parts: tuple[str, ...] = ()  # kinds of tensors that its modules have, sorted; "experts" where it is on experts
     signature: SignatureVerdict | None = None  # of the files that it was packed from; None: they have none
+    companions: tuple[str, ...] = ()  # documents beside the weights, the last of its chunks (registry/companions)
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
     labels: tuple[str, ...] = ()  # of its score head; empty: it has none
     problem_type: str = ""  # what the head's logits mean, in transformers' words; empty: not said

@@ -10,7 +10,7 @@ import errno
 import logging
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,12 @@ from typing import Any
 
 from control_plane.errors import Exhausted, StoreUnavailable
 from control_plane.registry.changes import Abandoned
+from control_plane.registry.companions.documents import CHAT, decode_chat
+from control_plane.registry.companions.packing import pack_whole
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.packing.ingest_pool import IngestPool
-from control_plane.registry.peft.ingest import PackedInfo, ingest
+from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.signatures.verdict import SignatureVerdict
 from control_plane.store_calls import BYTES_PER_S, StoreCalls
 
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 # Looks at the files of an adapter before they are packed, and returns the files to pack, and what their signature is. A
 # file that may change meanwhile is copied to the given directory, and what lies there is packed.
 CheckFiles = Callable[[Mapping[str, Path], Path], tuple[Mapping[str, Path], SignatureVerdict | None]]
+
+# Compiles and renders a chat template, given with its special tokens. Raises InvalidAdapter.
+CheckTemplate = Callable[[str, Mapping[str, str]], Awaitable[None]]
 
 _CONCURRENT_INGESTS = 2
 _ABANDONED_CHECK_S = 0.05
@@ -53,10 +58,12 @@ class Packer:
         scratch_dir: Path | None,
         calls: StoreCalls | None = None,
         pool: IngestPool | None = None,
+        check_template: CheckTemplate | None = None,
     ) -> None:
         """`scratch_dir` takes adapters while they are packed; None: the system's directory for such files.
 
-        `pool`: its processes pack, with limits; None: a thread of this process does.
+        `pool`: its processes pack, with limits; None: a thread of this process does. `check_template`: None if
+        nobody renders templates.
         """
         self._base_model = base_model
         self._reports = reports
@@ -64,6 +71,7 @@ class Packer:
         self._scratch_dir = scratch_dir
         self._turns = asyncio.Semaphore(_CONCURRENT_INGESTS)
         self._pool = pool
+        self._check_template = check_template
         self._calls = calls or StoreCalls(timeout_s=TIMEOUT_S, what="the disk with the adapter's files")
 
     @asynccontextmanager
@@ -112,7 +120,7 @@ class Packer:
         }
 
         def pack(checked: Mapping[str, Path]) -> PackedInfo:
-            return ingest(checked, self._base_model, check=check, **arguments)
+            return pack_whole(checked, self._base_model, check=check, **arguments)
 
         try:
             extra_s = await self._calls.read(size) / BYTES_PER_S
@@ -123,9 +131,17 @@ class Packer:
             else:
                 packing = self._pool.pack(checked, self._base_model, **arguments)
                 info = await _unless_abandoned(packing, is_abandoned)
+            await self._check_chat(info)
             return replace(info, signature=signature)
         finally:
             is_over.set()  # the packing ends if it still runs
+
+    async def _check_chat(self, info: PackedInfo) -> None:
+        if self._check_template is None or CHAT not in info.companions:
+            return
+        place = info.companions.index(CHAT) - len(info.companions)
+        chat = decode_chat(await self._calls.read(info.chunks[place].path.read_bytes))
+        await self._check_template(chat.template, chat.special_tokens)
 
     async def close(self) -> None:
         """Kill the pool's processes, and let the threads end; a hung one does not keep the process."""

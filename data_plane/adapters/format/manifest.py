@@ -20,7 +20,7 @@ from data_plane.errors import AdapterCorrupt
 MAX_MANIFEST_BYTES = 16 << 20
 
 _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
-_OPTIONAL_KEYS = {"num_tokens", "rope", SCORE_HEAD}  # of own vocabularies, long contexts, score heads
+_OPTIONAL_KEYS = {"companions", "num_tokens", "rope", SCORE_HEAD}  # the first is not the worker's
 _HEAD_KEYS = {"has_bias", "in_features", "labels", "num_labels", "problem_type"}
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
 _ROWS_KEYS = {"ids_sha256", "name", "num_rows", "rows_sha256", "width"}

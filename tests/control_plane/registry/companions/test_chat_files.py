@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.api.text.checkpoint_files import read_chat_files
-from control_plane.config import ConfigError
+from control_plane.registry.companions.chat_files import ChatFilesError, read_chat_files
 
 NAMED = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
 
@@ -60,12 +59,12 @@ def test_special_tokens_are_read_in_either_form(tmp_path: Path) -> None:
     ],
 )
 def test_broken_file_is_named_with_its_key(tmp_path: Path, config: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ChatFilesError, match=message):
         read_chat_files(write(tmp_path, config))
 
 
 def test_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     write(tmp_path, {})
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja: cannot be read"):
+    with pytest.raises(ChatFilesError, match=r"chat_template\.jinja: cannot be read"):
         read_chat_files(tmp_path)

@@ -1,6 +1,6 @@
-"""What a checkpoint's tokenizer files say of conversations: the template and the special tokens that it may write.
+"""What tokenizer files say of conversations: the template and the special tokens that it may write.
 
-Reads JSON only and compiles nothing. A file that is not what transformers writes is a ConfigError that names it.
+Reads JSON only and compiles nothing. Used for the checkpoint and for adapters.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from control_plane.config import ConfigError
-
 _CONFIG = "tokenizer_config.json"
 _TOKENS = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
+
+
+class ChatFilesError(ValueError):
+    """A file is not what transformers writes; the message names it, for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,16 @@ class ChatFiles:
 
 
 def read_chat_files(model_dir: Path) -> ChatFiles:
-    """Read them: chat_template.jinja comes before tokenizer_config.json. Raises ConfigError."""
+    """Read them: chat_template.jinja comes before tokenizer_config.json. Raises ChatFilesError."""
     config = _read_object(model_dir / _CONFIG)
-    tokens = _special_tokens({**_read_object(model_dir / _TOKENS), **config})
+    tokens = special_tokens({**_read_object(model_dir / _TOKENS), **config})
     file = model_dir / _TEMPLATE
     if file.is_file():
         return ChatFiles(_read_text(file), tokens)
-    templates = _named_templates(config.get("chat_template"), model_dir / _CONFIG)
+    try:
+        templates = named_templates(config.get("chat_template"))
+    except ValueError as error:
+        raise ChatFilesError(f"{model_dir / _CONFIG}: {error}") from error
     if "default" in templates:
         return ChatFiles(templates["default"], tokens)
     reason = "the checkpoint has no chat template"
@@ -43,8 +48,8 @@ def read_chat_files(model_dir: Path) -> ChatFiles:
     return ChatFiles(None, tokens, reason)
 
 
-def _named_templates(value: object, file: Path) -> dict[str, str]:
-    """One template is the default; a list names each of them."""
+def named_templates(value: object) -> dict[str, str]:
+    """The value of chat_template: one template is the default, a list names each of them. Raises ValueError."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -52,21 +57,21 @@ def _named_templates(value: object, file: Path) -> dict[str, str]:
     if isinstance(value, dict):
         value = [{"name": name, "template": template} for name, template in value.items()]
     if not isinstance(value, list):
-        raise ConfigError(f"{file}: chat_template is of type {type(value).__name__}; it must be a string or a list")
+        raise ValueError(f"chat_template is of type {type(value).__name__}; it must be a string or a list")
     templates: dict[str, str] = {}
     for index, entry in enumerate(value):
         for key in ("name", "template"):
             if not (isinstance(entry, dict) and isinstance(entry.get(key), str)):
-                raise ConfigError(
-                    f'{file}: chat_template[{index}] has no string "{key}"; each entry of the list must be '
+                raise ValueError(
+                    f'chat_template[{index}] has no string "{key}"; each entry of the list must be '
                     '{"name": ..., "template": ...}'
                 )
         templates[entry["name"]] = entry["template"]
     return templates
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Entries may be strings or {"content": ...}."""
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of bos_token and the like. Entries may be strings or {"content": ...}."""
     tokens = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -82,11 +87,11 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
+        raise ChatFilesError(
             f"{file}: not valid JSON: {error}; take the file from the checkpoint's source again"
         ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: holds a value of type {type(content).__name__}; it must hold a JSON object")
+        raise ChatFilesError(f"{file}: holds a value of type {type(content).__name__}; it must hold a JSON object")
     return content
 
 
@@ -94,4 +99,4 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
+        raise ChatFilesError(f"{file}: cannot be read: {error}") from error
