@@ -29,6 +29,7 @@ FREE = {
     "motet.v1.SamplingParams.seed",
     "motet.v1.ChatMessage.content",  # any text; its length is refused in the name of the prompt
     "motet.v1.UploadHeader.validate_only",
+    "motet.worker.v1.TargetModules.is_interleaved",
     "motet.v1.CreateAdapterRequest.validate_only",
     *(
         f"motet.v1.Adapter.{name}"

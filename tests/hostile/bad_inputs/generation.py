@@ -40,6 +40,7 @@ def _stepped(value: float, step: int) -> float:
 
 
 TINY = above(0.0)
+Use = generation_pb2.AdapterUse
 BEAM = types_pb2.BeamSearchParams(width=2)
 
 # Field; values that are refused in its name; values that are taken.
@@ -71,6 +72,7 @@ TABLE: list[tuple[str, list[Any], list[Any]]] = [
     ("priority", [-101, 101, 2**31 - 1, -(2**31)], [-100, -1, 0, 100]),
     ("request_id", names.BAD_REQUEST_IDS, ["", *names.GOOD_REQUEST_IDS]),
     ("routing_key", ["s" * 129, "€" * 43, "s" * 100_000], ["", "s" * 128, "\0", "€" * 42, "\U0001f642\u202e"]),
+    ("combination", [1, 2, 3, 2**31 - 1, -1], [0]),
     ("cache_salt", ["s" * 129, "€" * 43, "s" * 100_000], ["", "s" * 128, "\0", "€" * 42, "\U0001f642\u202e"]),
     ("preconditions.model_fingerprint", names.BAD_DIGESTS, [""]),
     ("preconditions.prompt_sha256", names.BAD_DIGESTS, ["", sha256(PROMPT_BYTES)]),
@@ -109,6 +111,18 @@ ELEMENTS: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling.prompt_logprobs": 0, "sampling.logprobs_mode": 2}, "sampling.prompt_logprobs", "raw"),
     ({"resume_from.ids": [9, 9, 9]}, "resume_from.ids", "at most"),
     ({"adapter_digest": names.UNKNOWN_DIGEST}, "adapter_digest", "adapter"),
+    *(({"adapters": [Use(name=name)]}, "adapters[0].name", "") for name in names.BAD_IDS),
+    *(({"adapters": [Use(name="a", digest=digest)]}, "adapters[0].digest", "") for digest in names.BAD_DIGESTS),
+    *(
+        ({"adapters": [Use(name="a"), Use(name="b", scale=value)]}, "adapters[1].scale", "100")
+        for value in [*NOT_FINITE, above(100.0), above(-100.0), 3e38]
+    ),
+    ({"adapters": [Use(name="a"), Use(name="adapters/a")]}, "adapters[1].name", "again"),
+    ({"adapters": [Use(name=letter) for letter in "abcde"]}, "adapters", "at most 4"),
+    ({"adapters": [Use(name="a")] * 1000}, "adapters", "at most 4"),
+    ({"adapters": [Use(name="a")], "adapter": "b"}, "adapters", "together with adapter"),
+    ({"adapters": [Use(name="a")], "combination": 2}, "combination", "one adapter"),
+    ({"adapters": [Use(name="a"), Use(name="b")], "combination": 3}, "combination", "CAT or LINEAR"),
     *(
         (
             {"decoding.beam_search.width": 2, "decoding.beam_search.length_penalty": value},
