@@ -27,6 +27,7 @@ FREE = {
     "motet.v1.StoppingParams.ignore_eos",
     "motet.v1.BeamSearchParams.early_stopping",
     "motet.v1.SamplingParams.seed",
+    "motet.v1.EmbedRequest.normalize",
     "motet.v1.ChatMessage.content",  # any text; its length is refused in the name of the prompt
     "motet.v1.UploadHeader.validate_only",
     "motet.worker.v1.TargetModules.is_interleaved",

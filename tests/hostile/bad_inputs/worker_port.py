@@ -156,14 +156,8 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     for last_epoch in (2**63, U64):
         yield refused(PRECONDITION, "restart the worker", last_epoch=last_epoch)
 
-    entry: dict[str, Any] = {
-        "path": "a.*.b",
-        "layers": b"\0\0\0\0",
-        "kind": 1,
-        "in_features": 4,
-        "out_features": 4,
-        "reason": "no",
-    }
+    sizes = {"in_features": 4, "out_features": 4}
+    entry: dict[str, Any] = {"path": "a.*.b", "layers": b"\0\0\0\0", "kind": 1, "reason": "no"} | sizes
     bad_entries: dict[str, list[Any]] = {
         "path": ["", "*", "a..b", "a b", "a\n", "é", "../../etc", "a.*.b.*", "a" * 100_000],
         "layers": [b"", b"\0", b"\xff" * 4, b"\0" * 8, b"\1\0\0\0" * 2, b"\0" * 1_000_000],
