@@ -60,9 +60,9 @@ def checked_rollout_change(
 ) -> RolloutChange:
     """The change that the request's mask names. What it does not name is checked too, and left as it is."""
     adapter = request.adapter
-    check_version_labels(adapter.version_labels, "adapter.version_labels", violations)
-    for digest in adapter.version_labels.values():
-        check_digest(digest, "adapter.version_labels", violations)
+    if check_version_labels(adapter.version_labels, "adapter.version_labels", violations):
+        for digest in adapter.version_labels.values():
+            check_digest(digest, "adapter.version_labels", violations)
     check_keep_versions(adapter.keep_versions, "adapter.keep_versions", violations)
     canary = _canary(adapter.canary, violations)
     expire_time_s = None

@@ -123,16 +123,17 @@ AT_ONCE = VersionRollout()
 # ---- what clients send ----
 
 
-def check_version_labels(labels: Collection[str], field: str, violations: Violations) -> None:
-    """Labels of versions, each once."""
+def check_version_labels(labels: Collection[str], field: str, violations: Violations) -> bool:
+    """Labels of versions, each once. Returns whether there are few enough to be looked at one by one."""
     if len(labels) > MAX_VERSION_LABELS:
         violations.add(field, f"has {len(labels)} labels; use at most {MAX_VERSION_LABELS}")
-        return
+        return False
     for label in labels:
         if not is_label_key(label):
             violations.add(field, f"{quoted(label)} is not a valid label of a version: {LABEL_KEY_FORM}")
     if len(set(labels)) < len(labels):
         violations.add(field, "names a label twice; name each once")
+    return True
 
 
 def check_per_mille(per_mille: int, field: str, violations: Violations) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import grpc
 from google.protobuf.message import Message
@@ -146,4 +147,4 @@ def set_path(message: Message, path: str, value: Any) -> None:
 def short(value: object) -> str:
     """A value for a case's name."""
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:30]}...({len(text)} characters)"
+    return text if len(text) <= 40 else f"{text[:30]}...({len(text)} characters, {crc32(text.encode()):08x})"

@@ -41,7 +41,6 @@ def _stepped(value: float, step: int) -> float:
 
 TINY = above(0.0)
 Use = generation_pb2.AdapterUse
-SHORT_DIGESTS = {digest[:8]: digest for digest in names.BAD_DIGESTS}.values()  # their names in the cases differ
 BEAM = types_pb2.BeamSearchParams(width=2)
 
 # Field; values that are refused in its name; values that are taken.
@@ -112,18 +111,8 @@ ELEMENTS: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling.prompt_logprobs": 0, "sampling.logprobs_mode": 2}, "sampling.prompt_logprobs", "raw"),
     ({"resume_from.ids": [9, 9, 9]}, "resume_from.ids", "at most"),
     ({"adapter_digest": names.UNKNOWN_DIGEST}, "adapter_digest", "adapter"),
-    *(({"adapters": [Use(name=name)]}, "adapters[0].name", "") for name in names.BAD_IDS[:24]),
-    *(({"adapters": [Use(name="a", digest=digest)]}, "adapters[0].digest", "") for digest in SHORT_DIGESTS),
-    *(
-        ({"adapters": [Use(name="b", scale=value)]}, "adapters[0].scale", "100")
-        for value in [*NOT_FINITE, above(100.0), above(-100.0), 3e38]
-    ),
-    ({"adapters": [Use(name="a"), Use(name="adapters/a")]}, "adapters[1].name", "again"),
-    ({"adapters": [Use(name=letter) for letter in "abcde"]}, "adapters", "at most 4"),
-    ({"adapters": [Use(name="a")] * 1000}, "adapters", "at most 4"),
     ({"adapters": [Use(name="a")], "adapter": "b"}, "adapters", "together with adapter"),
     ({"adapters": [Use(name="a")], "combination": 2}, "combination", "one adapter"),
-    ({"adapters": [Use(name="a"), Use(name="b")], "combination": 3}, "combination", "CAT or LINEAR"),
     *(
         (
             {"decoding.beam_search.width": 2, "decoding.beam_search.length_penalty": value},

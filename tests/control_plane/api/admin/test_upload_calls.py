@@ -36,7 +36,8 @@ async def test_upload_registers_the_bytes_and_leaves_nothing_behind(api: Api) ->
 
 async def test_upload_and_create_report_what_they_changed(api: Api) -> None:
     first = await upload(api, messages())
-    assert first.registration == adapters_pb2.Registration(change=adapters_pb2.REGISTRATION_CHANGE_CREATED)
+    assert first.registration.change == adapters_pb2.REGISTRATION_CHANGE_CREATED
+    assert first.registration.version.digest == DIGEST and not first.registration.HasField("previous_version")
     api.registry.add("poet", OTHER_DIGEST)
     second = await upload(api, messages())
     assert second.registration.change == adapters_pb2.REGISTRATION_CHANGE_VERSION_ADDED
