@@ -54,7 +54,8 @@ def check_call(request: AnyRequest, violations: Violations, *, vocab_size: int, 
 
     Raises ContextTooLong, before it looks at anything else, where an input has more token ids than the context takes.
     """
-    for index, each in enumerate(request.inputs):
+    num_inputs = len(request.inputs)
+    for index, each in enumerate(request.inputs if num_inputs <= MAX_INPUTS else ()):
         if len(each.token_ids.ids) >= max_model_len:
             field, what = f"inputs[{index}].token_ids", f"{len(each.token_ids.ids)} tokens"
             raise prompt_too_long(field, what, max_model_len)
@@ -73,8 +74,8 @@ def check_call(request: AnyRequest, violations: Violations, *, vocab_size: int, 
     if request.model_fingerprint:
         check_digest(request.model_fingerprint, "model_fingerprint", violations)
     inputs: tuple[str | tuple[int, ...], ...] = ()
-    if not 1 <= len(request.inputs) <= MAX_INPUTS:
-        violations.add("inputs", f"has {len(request.inputs)} inputs; give 1 to {MAX_INPUTS}")
+    if not 1 <= num_inputs <= MAX_INPUTS:
+        violations.add("inputs", f"has {num_inputs} inputs; give 1 to {MAX_INPUTS}")
     else:
         inputs = tuple(
             _checked_input(each, f"inputs[{index}]", vocab_size, violations)
