@@ -10,8 +10,8 @@ import pytest
 
 from control_plane.errors import StoreUnavailable
 from control_plane.registry.changes import Abandoned
+from control_plane.registry.companions import packing
 from control_plane.registry.model.worker_reports import WorkerReports
-from control_plane.registry.peft import packing
 from control_plane.registry.peft.ingest import CONFIG_FILE, ingest
 from control_plane.registry.peft.packing import Packer, take_as_they_are
 from control_plane.store_calls import StoreCalls
