@@ -138,13 +138,13 @@ _MODULES_KEY = b'"target_modules": ['
 # Lists of modules by themselves, so that versions of the same modules share one; see _module_names.
 _KNOWN_MODULES: dict[tuple[str, ...], tuple[str, ...]] = {}
 _MAX_KNOWN_MODULES = 10_000
-_JSON_TYPES: dict[str, type | tuple[type, ...]] = {
-    "str": str,
-    "int": int,
-    "float": (int, float),
-    "bool": bool,
-    "dict[str, str]": dict,
-    "tuple[str, ...]": (list, tuple),
+_JSON_TYPES: dict[str, frozenset[type]] = {
+    "str": frozenset({str}),
+    "int": frozenset({int}),
+    "float": frozenset({int, float}),
+    "bool": frozenset({bool}),
+    "dict[str, str]": frozenset({dict}),
+    "tuple[str, ...]": frozenset({list, tuple}),
 }
 
 
@@ -320,7 +320,9 @@ def _signature(document: Any) -> SignatureVerdict | None:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(raw)
+        document = json.loads(raw.decode())  # from text: of bytes the encoding is guessed first
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not text in UTF-8 from byte {error.start} on") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(document, dict):
@@ -329,7 +331,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 @cache
-def _stored_fields(kind: Any, skip: frozenset[str]) -> tuple[dict[str, type | tuple[type, ...]], frozenset[str]]:
+def _stored_fields(kind: Any, skip: frozenset[str]) -> tuple[dict[str, frozenset[type]], frozenset[str]]:
     """The types of the fields that a document of the dataclass may have, and those that it must have."""
     known = {f.name: f for f in fields(kind) if f.name not in skip}
     required = frozenset(name for name, f in known.items() if f.default is MISSING)
@@ -339,11 +341,11 @@ def _stored_fields(kind: Any, skip: frozenset[str]) -> tuple[dict[str, type | tu
 def _checked(kind: type[Any], document: dict[str, Any], *, skip: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The document's fields, if they are those of the dataclass, each of its type. Raises ValueError."""
     known, required = _stored_fields(kind, skip)  # type: ignore[arg-type]  # mypy: a class of Any is not hashable
-    if wrong := sorted((document.keys() - known.keys()) | (required - document.keys())):
+    if not required <= document.keys() <= known.keys():
+        wrong = sorted((document.keys() - known.keys()) | (required - document.keys()))
         raise ValueError(f"fields are missing or not known: {', '.join(wrong)[:200]}")
     for name, value in document.items():
-        expected = known[name]
-        is_right = isinstance(value, expected) and (expected is bool or not isinstance(value, bool))
-        if not is_right or (expected is dict and not all(isinstance(text, str) for text in value.values())):
+        found = type(value)
+        if found not in known[name] or (found is dict and not all(isinstance(text, str) for text in value.values())):
             raise ValueError(f"{name} is of the wrong type")
     return document

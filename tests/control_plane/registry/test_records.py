@@ -116,7 +116,7 @@ DAMAGED: list[tuple[str, bytes, str]] = [
     ("nested", b'{"a":' * 100_000, "nested too deeply"),
     ("a list", b"[]", "not a JSON object"),
     ("cut", b'{"format": 2', "delimiter"),
-    ("not utf-8", b"\xff\xfe", "Expecting value"),
+    ("not utf-8", b"\xff\xfe", "not text in UTF-8"),
     ("no format", b"{}", "format None"),
     ("a later format", b'{"format": 5}', "another version of Motet"),
     ("no digests", b'{"format": 2}', "version_digests"),
