@@ -21,6 +21,7 @@ from contract.process_log import LOG_LEVELS, settings_line, shown_value
 from contract.redaction import has_password
 from contract.redis_access import PasswordUnreadable, RedisAccess, RedisTls, find_url_mistake, read_password
 from control_plane.access.settings import AccessSettings
+from control_plane.adapters.sources.locations import remote_root
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
 from control_plane.scheduler.settings import Policy, SchedulerSettings
@@ -38,11 +39,11 @@ class ConfigError(Exception):
     """A setting that the control plane cannot run with; names flag, value and limit."""
 
 
-def _adapter_root(text: str) -> tuple[str, Path]:
+def _adapter_root(text: str) -> tuple[str, Path | str]:
     name, sign, path = text.partition("=")
     if not (name and sign and path):
-        raise ConfigError(f"--adapter-root: {text!r} is not NAME=DIR")
-    return name, Path(path)
+        raise ConfigError(f"--adapter-root: {text!r} is not NAME=DIR or NAME=URL")
+    return name, path if "://" in path else Path(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +176,22 @@ class ServerConfig:
     max_adapter_bytes: int = setting(
         "largest adapter that is registered", 1 << 30, unit="bytes", parse=byte_size, lowest=1
     )
-    adapter_roots: tuple[tuple[str, Path], ...] = setting(
-        "directory that CreateAdapter may read, by name",
+    adapter_roots: tuple[tuple[str, Path | str], ...] = setting(
+        "what CreateAdapter may read, by name: a directory, or a URL of hf://, s3://, gs:// or az://",
         (),
         name="--adapter-root",
-        metavar="NAME=DIR",
+        metavar="NAME=PLACE",
         shown_default="none",
         parse=_adapter_root,
+        is_repeatable=True,
+    )
+    hub_hosts: tuple[str, ...] = setting(
+        "HOST[:PORT] that the Hub of HF_ENDPOINT may redirect downloads to; .HOST for all hosts below it",
+        (),
+        name="--hub-host",
+        metavar="HOST",
+        shown_default=".huggingface.co and .hf.co for huggingface.co, none for others",
+        parse=str,
         is_repeatable=True,
     )
     drain_timeout_s: float = setting("how long running streams may finish at shutdown", 30.0, unit="seconds", lowest=0)
@@ -301,7 +311,12 @@ class ServerConfig:
                 raise ConfigError(f"--adapter-root: name {name!r} does not match {_ROOT_NAME.pattern}")
             if names.count(name) > 1:
                 raise ConfigError(f"--adapter-root: name {name!r} is given twice")
-            if not path.is_dir():
+            if isinstance(path, str):
+                try:
+                    remote_root(name, path)
+                except ValueError as error:
+                    raise ConfigError(f"--adapter-root: {name}: {error}") from error
+            elif not path.is_dir():
                 raise ConfigError(f"--adapter-root: {path} is not a directory")
 
     @property

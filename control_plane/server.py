@@ -42,6 +42,7 @@ from control_plane.access.watched_files import FileWatcher
 from control_plane.adapters.background import begin
 from control_plane.adapters.keeper import Keeper
 from control_plane.adapters.life_cycle import AdapterLifeCycle
+from control_plane.adapters.open_roots import open_roots
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import health, status
@@ -235,7 +236,12 @@ def _report_on(fleet: Fleet, reports: WorkerReports) -> tuple[health.HealthServi
 
 
 def _roots(config: ServerConfig, stack: contextlib.AsyncExitStack) -> AdapterRoots:
-    roots = AdapterRoots(dict(config.adapter_roots))
+    """What the operator lists. Raises ConfigError."""
+    limits: Any = {"max_adapter_bytes": config.max_adapter_bytes, "hub_hosts": config.hub_hosts}
+    try:
+        roots = open_roots(config.adapter_roots, config.data_dir / "downloads", **limits)
+    except ValueError as error:
+        raise ConfigError(f"--adapter-root: {error}") from error
     stack.callback(roots.close)
     return roots
 

@@ -301,6 +301,7 @@ class AdapterVersion:
     number: int = 0  # counts the versions of the name from 1; 0: the server does not number them
     signature: VersionSignature | None = None  # None: the files had none, or the server trusts no signers
     version_labels: tuple[str, ...] = ()  # that point to it; filled by versions() only
+    source: str = ""  # where the server read its files, with the commit on a Hub; empty: they were uploaded
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
     vocab_size: int | None = None  # tokens of its own vocabulary; None: the base model's
     num_rows: int = 0  # rows of embedding and head that it replaces or adds

@@ -236,6 +236,7 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         signature=_signature_from(message.signature) if message.HasField("signature") else None,
         version_labels=tuple(message.version_labels),
         context_length=message.context_length,
+        source=message.source,
         vocab_size=message.vocab_size or None,
         num_rows=message.num_rows,
         num_labels=message.num_labels,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from control_plane.access.visibility import Ownership, may_change
 from control_plane.adapters.operations import Operation, OperationStore
 from control_plane.adapters.pins import Pins
+from control_plane.adapters.sources.adapter_source import AdapterSource
+from control_plane.adapters.sources.progress import Progress
 from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
@@ -47,6 +49,7 @@ class Registration:
     labels: Mapping[str, str] = field(default_factory=dict)  # empty: those of the record stay
     ownership: OwnershipChange = NO_CHANGE  # a new name is the caller's, and private
     rollout: VersionRollout = AT_ONCE
+    source: str = ""  # where the files came from, as it is stored with the version
     validate_only: bool = False  # check and pack the files, and store nothing
 
 
@@ -132,6 +135,7 @@ class AdapterLifeCycle:
                 labels=registration.labels,
                 ownership=registration.ownership,
                 rollout=registration.rollout,
+                source=registration.source,
                 validate_only=registration.validate_only,
                 check_files=partial(self._check_signature, current_caller().tenant, may_change),
                 publish=publish,
@@ -153,20 +157,27 @@ class AdapterLifeCycle:
     ) -> tuple[Mapping[str, Path], SignatureVerdict | None]:
         return self._signatures.verify(tenant, files, copies if may_change else None)
 
-    def start_registering(self, registration: Registration, files: Mapping[str, Path]) -> Operation:
-        """Register as an operation, which a client can cancel. Raises Exhausted where too many are running."""
+    def start_registering(self, registration: Registration, source: AdapterSource) -> Operation:
+        """Register as an operation, which a client can cancel. Raises Exhausted where too many are running.
+
+        The source is opened by the operation: a download counts as a part of it.
+        """
         self._audit.check()
 
         ownership = self._registry.check_registrable(registration.adapter_id, registration.ownership)
 
+        progress = Progress()
+
         async def work() -> Registered:
-            async with self._audit.change(actions.CREATE, _resource(registration.adapter_id)) as change:
-                registered = await self.register(registration, files, may_change=True)
+            resource = _resource(registration.adapter_id)
+            async with self._audit.change(actions.CREATE, resource) as change, source.open(progress) as found:
+                from_there = replace(registration, source=found.source)
+                registered = await self.register(from_there, found.files, may_change=found.may_change)
                 change.digest = registered.digest
                 return registered
 
         return self._operations.start(
-            registration.adapter_id, "create", work, owner=ownership.owner, is_cancellable=True
+            registration.adapter_id, "create", work, owner=ownership.owner, is_cancellable=True, progress=progress
         )
 
     # ---- changing ----

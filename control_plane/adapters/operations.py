@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from control_plane.access.visibility import Ownership, may_see
+from control_plane.adapters.sources.progress import Progress
 from control_plane.caller import current_caller
 from control_plane.checks import bad_page_token
 from control_plane.errors import Exhausted, MotetError, OperationNotFound, correlation_id_of
@@ -38,6 +39,7 @@ class Operation:
         create_time_s: float,
         is_cancellable: bool,
         work: Work,
+        progress: Progress,
     ) -> None:
         """Starts `work`. Called by OperationStore."""
         self.operation_id = secrets.token_hex(16)
@@ -45,6 +47,7 @@ class Operation:
         self.verb = verb
         self.owner = owner  # tenant that the adapter belongs to; empty: no tenant's
         self.digest = digest  # of the version; empty where the operation is about the whole adapter
+        self.progress = progress
         self.create_time_s = create_time_s  # wall clock, seconds since 1970
         # The result, meaningful once `is_done`. At most one of these is set; none is set by a deletion that succeeded.
         self.registered: Registered | None = None
@@ -122,6 +125,7 @@ class OperationStore:
         is_cancellable: bool,
         is_waiting: bool = False,
         digest: str = "",
+        progress: Progress | None = None,
     ) -> Operation:
         """Begin an operation, whose result is what `work` returns, on an adapter of this owner.
 
@@ -139,6 +143,7 @@ class OperationStore:
             create_time_s=self._wall_clock(),
             is_cancellable=is_cancellable,
             work=work,
+            progress=progress or Progress(),
         )
         self._operations[operation.operation_id] = operation
         self._running.add(operation)

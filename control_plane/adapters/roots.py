@@ -1,10 +1,13 @@
-"""Finds an adapter's files below the operator's roots. The only place where a client's text becomes a path."""
+"""Finds adapters below the operator's roots. With sources/locations.py the only place where a client's text becomes a
+path.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from control_plane.adapters.sources.adapter_source import AdapterSource, LocalSource, RemoteRoots
 from control_plane.checks import quoted, refuse
 from control_plane.errors import PathNotAllowed
 from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY, WEIGHTS_FILE
@@ -13,11 +16,19 @@ from control_plane.store_calls import StoreCalls
 
 
 class AdapterRoots:
-    """Directories by name, from --adapter-root. They may lie on another machine, and hang."""
+    """Directories and remote roots by name, from --adapter-root. They may lie on another machine, and hang."""
 
-    def __init__(self, roots: Mapping[str, Path], calls: StoreCalls | None = None) -> None:
+    def __init__(
+        self, roots: Mapping[str, Path], calls: StoreCalls | None = None, remote: RemoteRoots | None = None
+    ) -> None:
+        self._remote = remote
         self._roots = {name: path.resolve() for name, path in roots.items()}
         self._calls = calls or StoreCalls(what="the adapter root")
+
+    async def find(self, source: str) -> AdapterSource:
+        """What "{root}/{relative path}[@revision]" names. Raises as `files` does; a remote root is not read yet."""
+        remote = None if self._remote is None else self._remote.find(source)
+        return LocalSource(await self.files(source), source) if remote is None else remote
 
     async def files(self, source: str) -> dict[str, Path]:
         """Files of "{root}/{relative path}" by name. Raises PathNotAllowed, InvalidRequest or StoreUnavailable."""
@@ -26,6 +37,8 @@ class AdapterRoots:
     def close(self) -> None:
         """Let the threads end."""
         self._calls.close()
+        if self._remote is not None:
+            self._remote.close()
 
     def _find(self, source: str) -> dict[str, Path]:
         root_name, _, relative = source.partition("/")

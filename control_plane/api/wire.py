@@ -79,6 +79,7 @@ def version_message(
         create_time=timestamp(version.create_time_s),
         number=version.number,
         context_length=version.context_length,
+        source=version.source,
         signature=None if version.signature is None else _signature_message(version.signature),
         class_labels=version.labels if with_modules else (),
         num_labels=len(version.labels),

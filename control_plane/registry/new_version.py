@@ -26,6 +26,7 @@ class Description:
     display_name: str  # empty: that of the record stays
     labels: Mapping[str, str]  # empty: those of the record stay
     rollout: VersionRollout = AT_ONCE
+    source: str = ""  # where the files came from
 
 
 def registered(
@@ -49,7 +50,7 @@ def registered(
             labels=dict(described.labels),
             state=AdapterState.ACTIVE,
             state_reason="",
-            versions=(_version(packed, base_model, 1, now_s),),
+            versions=(_version(packed, base_model, 1, now_s, described.source),),
             active_digest=packed.digest,
             is_pinned=False,
             create_time_s=now_s,
@@ -59,7 +60,7 @@ def registered(
             rollout=described.rollout.applied_to(NO_ROLLOUT, packed.digest, now_s),
         )
         return Registered(packed.digest, first, record)
-    changed = _with_version(record, packed, base_model, now_s)
+    changed = _with_version(record, packed, base_model, now_s, described.source)
     is_same = record.active_digest == packed.digest
     if not (is_same and record.state is AdapterState.ACTIVE):
         changed = replace(
@@ -77,7 +78,9 @@ def registered(
     return Registered(packed.digest, changed, record)
 
 
-def _with_version(record: AdapterRecord, packed: PackedInfo, base_model: BaseModel, now_s: float) -> AdapterRecord:
+def _with_version(
+    record: AdapterRecord, packed: PackedInfo, base_model: BaseModel, now_s: float, source: str
+) -> AdapterRecord:
     """The record with the version among its versions. Raises Exhausted."""
     if record.version(packed.digest) is not None:
         return record
@@ -89,11 +92,11 @@ def _with_version(record: AdapterRecord, packed: PackedInfo, base_model: BaseMod
             retry_after_s=60.0,
         )
     number = record.last_number + 1
-    version = _version(packed, base_model, number, now_s)
+    version = _version(packed, base_model, number, now_s, source)
     return replace(record, versions=(version, *record.versions), last_number=number)
 
 
-def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: float) -> AdapterVersion:
+def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: float, source: str) -> AdapterVersion:
     return AdapterVersion(
         digest=packed.digest,
         kind=packed.kind,
@@ -113,4 +116,5 @@ def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: floa
         parts=packed.parts,
         labels=packed.labels,
         problem_type=packed.problem_type,
+        source=source,
     )

@@ -57,6 +57,7 @@ class AdapterVersion:
     # ones. Empty: registered before they were kept.
     parts: tuple[str, ...] = ()
     signature: SignatureVerdict | None = None  # of the files that it was registered from; None: they had none
+    source: str = ""  # where CreateAdapter found its files, with the commit on a Hub; empty: they were uploaded
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
     verification: Verification | None = None  # the last one; None: there was none
     labels: tuple[str, ...] = ()  # of its score head, in the order of the logits; empty: it has none
@@ -165,7 +166,7 @@ def encode_record(record: AdapterRecord) -> bytes:
 def encode_version(version: AdapterVersion) -> bytes:
     """The stored document of a version."""
     document = asdict(version) | {"format": _VERSION_FORMAT}
-    for name in ("context_length", "vocab_size", "num_rows"):
+    for name in ("context_length", "vocab_size", "num_rows", "source"):
         if not document[name]:  # as documents were before there were such adapters
             del document[name]
     if not version.files:

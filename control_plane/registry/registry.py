@@ -196,6 +196,7 @@ class Registry:
         labels: Mapping[str, str] | None = None,
         ownership: OwnershipChange = NO_CHANGE,
         rollout: VersionRollout = AT_ONCE,
+        source: str = "",
         validate_only: bool = False,
         check_files: CheckFiles = take_as_they_are,
         publish: Publish | None = None,
@@ -212,7 +213,7 @@ class Registry:
         check_labels(labels or {}, "labels", violations)
         violations.raise_if_any()
         self.check_registrable(adapter_id, ownership)
-        description = Description(adapter_id, display_name, dict(labels or {}), rollout)
+        description = Description(adapter_id, display_name, dict(labels or {}), rollout, source)
         is_abandoned = threading.Event()
         parts = (description, ownership, dict(files), is_abandoned, publish)
         change = self._register(*parts, validate_only=validate_only, check_files=check_files)

@@ -132,7 +132,10 @@ class Adapters:
         validate_only: bool = False,
         timeout_s: float = 600.0,
     ) -> Adapter:
-        """Register "{root}/{path}" below one of the directories that the server's operator lists."""
+        """Register "{root}/{path}[@revision]": a directory, a repository on a Hub, or a place in a bucket.
+
+        The server's operator lists the roots. Only repositories have revisions.
+        """
         call = calls.create_adapter(
             name, source, display_name, labels, visibility, shared_with, owner, rollout, validate_only=validate_only
         )

@@ -248,6 +248,8 @@ def _get(arguments: argparse.Namespace) -> int:
         ]
         if version.files:
             lines.append(("brings", ", ".join(version.files)))
+        if version.source:
+            lines.append(("source", version.source))
         if version.context_length:
             lines.append(("context", f"{version.context_length} tokens, with a rotary embedding of its own"))
     for name, value in lines:

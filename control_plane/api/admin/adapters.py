@@ -110,7 +110,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     async def CreateAdapter(
         self, request: adapters_pb2.CreateAdapterRequest, _context: Context
     ) -> operations_pb2.Operation:
-        """Register from an operator's root, as an operation."""
+        """Register from an operator's root, as an operation, which downloads what lies elsewhere."""
         self._gate.check()
         violations = Violations()
         check_adapter_id(request.adapter_id, "adapter_id", violations)
@@ -120,10 +120,10 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         check_ownership(request, "", violations)
         checked_version_rollout(request, "", violations)
         violations.raise_if_any()
-        files = await self._roots.files(request.source)
+        source = await self._roots.find(request.source)
 
         async def start() -> operations_pb2.Operation:
-            return operation_message(self._life_cycle.start_registering(_registration(request), files))
+            return operation_message(self._life_cycle.start_registering(_registration(request), source))
 
         begun = await self._idempotency.once(
             "CreateAdapter", request.request_id, request, start, operations_pb2.Operation

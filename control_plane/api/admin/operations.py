@@ -88,6 +88,9 @@ def operation_message(operation: Operation) -> Any:
         verb=operation.verb,
         create_time=timestamp(operation.create_time_s),
         digest=operation.digest,
+        phase=operation.progress.phase,
+        bytes_done=operation.progress.bytes_done,
+        bytes_total=operation.progress.bytes_total,
     )
     message.metadata.Pack(metadata)
     if not operation.is_done:

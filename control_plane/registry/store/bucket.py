@@ -98,6 +98,15 @@ class Bucket:
                 return b"", entry.tag
             return bytes(obstore.get_range(self.remote, self._path(key), start=start, length=count)), entry.tag
 
+    def get_part(self, key: str, start: int, size_bytes: int, tag: str) -> bytes:
+        """A part of the state that has this tag. Raises KeyChanged if that is not what is there."""
+        options: Any = {"range": (start, start + size_bytes), "if_match": tag.partition("\n")[0]}
+        with _as_os_errors():
+            try:
+                return bytes(obstore.get(self.remote, self._path(key), options=options).bytes())
+            except PreconditionError as error:
+                raise KeyChanged(f"{key} changed: {_first_line(error)}") from None
+
     def head(self, key: str) -> Entry | None:
         """See Store."""
         found = self._head(key)

@@ -12,6 +12,7 @@ from control_plane.access.principal import Principal, Role, of_roles
 from control_plane.access.visibility import Ownership
 from control_plane.adapters.life_cycle import AdapterLifeCycle, Placements, Registration
 from control_plane.adapters.operations import OperationStore
+from control_plane.adapters.sources.adapter_source import LocalSource
 from control_plane.caller import Caller, acting_as
 from control_plane.errors import AdapterNotActive, AdapterNotFound, Exhausted, OperationNotFound
 from control_plane.registry.ownership_change import OwnershipChange
@@ -62,7 +63,7 @@ async def test_placements_report_every_tier() -> None:
 
 async def test_registering_as_an_operation_gives_what_registering_gives() -> None:
     tiers = Tiers()
-    operation = tiers.life_cycle.start_registering(Registration("poet", display_name="Poet"), {})
+    operation = tiers.life_cycle.start_registering(Registration("poet", display_name="Poet"), LocalSource({}))
     assert await operation.wait(5)
     assert operation.registered is not None and operation.registered.record.display_name == "Poet"
     assert tiers.weights.stored == [DIGEST]
@@ -80,9 +81,9 @@ async def test_deletions_that_wait_for_streams_stop_nobody_elses_work() -> None:
         await life_cycle.delete(name)
     await life_cycle.delete_version("poet", OTHER_DIGEST)
     registry.gate = asyncio.Event()
-    life_cycle.start_registering(Registration("bard"), {})
+    life_cycle.start_registering(Registration("bard"), LocalSource({}))
     with pytest.raises(Exhausted, match="1 operations are running, at most 1"):  # this one works, and has its limit
-        life_cycle.start_registering(Registration("bard"), {})
+        life_cycle.start_registering(Registration("bard"), LocalSource({}))
     registry.gate.set()
     gate.set()
     await tiers.operations.close(timeout_s=5)

@@ -118,6 +118,7 @@ class FakeRegistry(Registry):
         labels: Mapping[str, str] | None = None,
         ownership: OwnershipChange = NO_CHANGE,
         rollout: VersionRollout = AT_ONCE,
+        source: str = "",
         validate_only: bool = False,
         check_files: CheckFiles = take_as_they_are,
         publish: Publish | None = None,
