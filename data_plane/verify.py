@@ -66,6 +66,8 @@ def _refuse_unknown(model: Any, manifest: Manifest) -> None:
     """End the process for an adapter that is more than changes of single weights: the result would be wrong."""
     if manifest.rope is not None:
         raise SystemExit("an adapter with a rotary embedding of its own cannot be verified yet")
+    if manifest.alora_invocation_tokens:
+        raise SystemExit("an activated adapter (alora_invocation_tokens) cannot be verified yet")
     if any(chunk.rows for chunk in manifest.chunks):
         raise SystemExit("an adapter with rows of embedding or head cannot be verified yet")
     for module in (module for chunk in manifest.chunks for module in chunk.modules):

@@ -237,6 +237,7 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         version_labels=tuple(message.version_labels),
         context_length=message.context_length,
         source=message.source,
+        alora_invocation_tokens=tuple(message.alora_invocation_tokens),
         vocab_size=message.vocab_size or None,
         num_rows=message.num_rows,
         num_labels=message.num_labels,

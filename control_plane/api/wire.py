@@ -80,6 +80,7 @@ def version_message(
         number=version.number,
         context_length=version.context_length,
         source=version.source,
+        alora_invocation_tokens=version.alora_invocation_tokens,
         signature=None if version.signature is None else _signature_message(version.signature),
         class_labels=version.labels if with_modules else (),
         num_labels=len(version.labels),

@@ -117,4 +117,5 @@ def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: floa
         labels=packed.labels,
         problem_type=packed.problem_type,
         source=source,
+        alora_invocation_tokens=packed.alora_invocation_tokens,
     )

@@ -62,6 +62,7 @@ class AdapterVersion:
     verification: Verification | None = None  # the last one; None: there was none
     labels: tuple[str, ...] = ()  # of its score head, in the order of the logits; empty: it has none
     problem_type: str = ""  # what the logits mean, in transformers' words; empty: the adapter does not say
+    alora_invocation_tokens: tuple[int, ...] = ()  # it acts from their last place in a prompt on; empty: on all tokens
 
     @property
     def ref(self) -> AdapterRef:
@@ -146,6 +147,7 @@ _JSON_TYPES: dict[str, frozenset[type]] = {
     "bool": frozenset({bool}),
     "dict[str, str]": frozenset({dict}),
     "tuple[str, ...]": frozenset({list, tuple}),
+    "tuple[int, ...]": frozenset({list, tuple}),
 }
 
 
@@ -177,7 +179,11 @@ def encode_version(version: AdapterVersion) -> bytes:
         document["signature"]["method"] = version.signature.method.value
     if version.verification is None:
         del document["verification"]
-    for name in ("labels", "problem_type"):  # likewise for score heads
+    for name in (
+        "labels",
+        "problem_type",
+        "alora_invocation_tokens",
+    ):  # likewise
         if not document[name]:
             del document[name]
     return json.dumps(document, sort_keys=True).encode()
@@ -280,11 +286,15 @@ def _version(document: dict[str, Any]) -> AdapterVersion:
     labels = tuple(values.pop("labels", ()))
     if not all(isinstance(label, str) for label in labels):
         raise ValueError("labels is not a list of texts")
+    invocation = tuple(values.pop("alora_invocation_tokens", ()))
+    if not all(type(token) is int and token >= 0 for token in invocation):
+        raise ValueError("alora_invocation_tokens is not a list of token ids")
     return AdapterVersion(
         **values,
         parts=parts,
         files=files,
         labels=labels,
+        alora_invocation_tokens=invocation,
         target_modules=modules,
         signature=_signature(signed),
         verification=verification_of(verified),

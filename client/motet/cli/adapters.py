@@ -252,6 +252,9 @@ def _get(arguments: argparse.Namespace) -> int:
             lines.append(("source", version.source))
         if version.context_length:
             lines.append(("context", f"{version.context_length} tokens, with a rotary embedding of its own"))
+        if version.alora_invocation_tokens:
+            ids = " ".join(map(str, version.alora_invocation_tokens))
+            lines.append(("acts from", f"the last place of the tokens {ids} in a prompt"))
     for name, value in lines:
         print(f"{name + ':':14}{value}".rstrip())
     return exits.OK

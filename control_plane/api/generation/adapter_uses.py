@@ -125,6 +125,9 @@ def _obstacle(version: AdapterVersion, *, is_alone: bool) -> str:
             "was registered before Motet kept what combinations and scales need; delete the version and register it "
             "again"
         )
+    if version.alora_invocation_tokens:
+        what = "scales" if is_alone else "combinations"
+        return f"acts from its invocation tokens on (aLoRA), and {what} of such adapters are not served; use it alone"
     if version.context_length and not is_alone:
         return "has a rotary embedding of its own, and combined adapters share one; use it alone"
     others = set(version.parts) - {"a", "b", *(["bias"] if is_alone else [])}

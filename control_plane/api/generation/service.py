@@ -19,6 +19,7 @@ from motet.v1 import generation_pb2, generation_pb2_grpc
 
 from contract.rope_scaling import MAX_CONTEXT
 from control_plane.api.gate import DrainGate
+from control_plane.api.generation.activation import active_from
 from control_plane.api.generation.adapter_uses import composition_of, named_uses
 from control_plane.api.generation.generation_record import GenerationRecord
 from control_plane.api.generation.preconditions import require_model, require_prompt, require_text, require_vocabulary
@@ -120,9 +121,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         checked = check_request(
             message, vocab_size=vocab_size, max_model_len=self._max_model_len(MAX_CONTEXT), draw_seed=self._draw_seed
         )
-        stop_token_ids = effective_stop_token_ids(
-            checked, text.defaults.eos_token_ids or self._model.eos_token_ids, vocab_size
-        )
+        eos_token_ids = text.defaults.eos_token_ids or self._model.eos_token_ids
+        stop_token_ids = effective_stop_token_ids(checked, eos_token_ids, vocab_size)
         if checked.stop:
             text.codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
@@ -149,6 +149,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             generated_token_ids=checked.resume_from,
             adapter=resolved[0].ref if resolved else None,
             composition=composition_of(checked.adapters, resolved),
+            active_from=active_from(prompt, resolved, checked.input_field),
             sampling=_ranked_sampling(checked) if decoding.is_ranked else checked.sampling,
             stop_token_ids=stop_token_ids,
             cache_salt=checked.cache_salt,

@@ -216,6 +216,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
                 if call.checked.names_version:
                     raise
                 resolved = self._registry.resolve(resolved.adapter_id, key=call.routing_key)
+            _require_all_tokens(resolved)
         if pooling is None:
             assert resolved is not None, "the base model has no classes"
             pooling = Pooling(PoolingKind.LAST, len(_labels_of(resolved)))
@@ -283,6 +284,15 @@ def _labels_of(resolved: ResolvedAdapter) -> tuple[str, ...]:
             'with task_type "SEQ_CLS", or use Embed'
         )
     return labels
+
+
+def _require_all_tokens(resolved: ResolvedAdapter) -> None:
+    """Raises PoolingNotServed for an activated adapter, which acts on a part of an input only."""
+    if resolved.version.alora_invocation_tokens:
+        raise PoolingNotServed(
+            f"adapter {resolved.adapter_id} acts from its invocation tokens on (aLoRA), and embeddings and classes are "
+            "not served with such adapters; name another adapter, or none"
+        )
 
 
 def _problem_type_of(resolved: ResolvedAdapter) -> pooling_pb2.ProblemType:

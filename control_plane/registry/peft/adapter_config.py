@@ -47,6 +47,7 @@ class AdapterConfig:
     label_names: LabelNames
     ties_weights: bool  # adapters of embedding and head are one, where the base model ties these two
     rope: Mapping[str, Any]  # what fields/long_context.py reads
+    alora_invocation_tokens: Any = None  # what fields/activation.py reads
     saved_modules: frozenset[str] = frozenset()  # names of embeddings and heads that were trained whole
     # Tokens that were trained alone, by the name of an embedding or a head; "": the embedding.
     trained_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -156,6 +157,7 @@ class _Reader:
             ),
             ties_weights=self._value("ensure_weight_tying", _flag, False),
             rope={name: self._config.get(name) for name in ROPE_FIELDS},
+            alora_invocation_tokens=self._config.get("alora_invocation_tokens"),
             saved_modules=trained_whole(self._config.get("modules_to_save")),
             trained_tokens=self._value("trainable_token_indices", _tokens, no_tokens),
         )

@@ -106,6 +106,13 @@ FIELDS = (
     ),
     Field("rope_parameters", Use.READ, "transformers", "as rope_scaling"),
     Field("context_length", Use.READ, "vLLM", "tokens that the adapter was trained for; alone: linear scaling to them"),
+    # Activated LoRA.
+    Field(
+        "alora_invocation_tokens",
+        Use.READ,
+        "0.18",
+        "aLoRA: the adapter acts from the last place of these ids in a prompt on",
+    ),
     # These change nothing.
     Field("id2label", Use.READ, "added by hand", "the labels of a score head, as in the classifier's config.json"),
     Field("problem_type", Use.READ, "added by hand", "what a score head's logits mean, as in that file"),
@@ -127,7 +134,6 @@ FIELDS = (
     Field("lorap_emb_lr", Use.IGNORED, "ms-swift", "a learning rate of LoRA+"),
     Field("lorap_lr_ratio", Use.IGNORED, "ms-swift", "a learning rate of LoRA+"),
     # These are refused.
-    Field("alora_invocation_tokens", Use.REFUSED, "0.18", f"activated LoRA is not served; {_LORA}"),
     Field("arrow_config", Use.REFUSED, "0.18", f"Arrow routing is not served; {_LORA}"),
     Field(
         "enable_lora",

@@ -29,6 +29,8 @@ from control_plane.registry.model.served_modules import NOTHING_REPORTED, Module
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
 from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, TensorSource, write_chunk
 from control_plane.registry.peft.experts.tensors import expert_tensors
+from control_plane.registry.peft.fields.activation import FIELD as INVOCATION_TOKENS
+from control_plane.registry.peft.fields.activation import check_activated, read_invocation_tokens
 from control_plane.registry.peft.fields.long_context import read_rope
 from control_plane.registry.peft.kinds.score_head import ScoreHead, head_entries, plan_score_head
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
@@ -76,6 +78,7 @@ class PackedInfo:
     context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
     labels: tuple[str, ...] = ()  # of its score head; empty: it has none
     problem_type: str = ""  # what the head's logits mean, in transformers' words; empty: not said
+    alora_invocation_tokens: tuple[int, ...] = ()  # it acts from them on; empty: on all tokens
 
 
 def ingest(
@@ -110,9 +113,12 @@ def ingest(
     if WEIGHTS_FILE not in files:
         problems.raise_all()
     with files[WEIGHTS_FILE].open("rb") as file, tempfile.TemporaryFile(dir=directory) as ordered:
-        rope = None
+        rope, invocation = None, tuple[int, ...]()
         with problems.collected():
             rope = None if config is None else read_rope(config.rope, base_model)
+        with problems.collected():
+            given = None if config is None else config.alora_invocation_tokens
+            invocation = read_invocation_tokens(given, base_model.vocab_size)
         with problems.collected():
             entries = _read_entries(file, targets, max_adapter_bytes)
             row_tensors, entries = take_row_tensors(entries, config, targets, problems)
@@ -126,12 +132,15 @@ def ingest(
                 modules = with_trained_biases(file, modules, biases, config, targets, problems)
                 head = plan_score_head(of_head, config.label_names, targets, problems)
             row_sets = find_row_sets(file, row_tensors, modules, targets, problems, check)
+            if invocation:
+                beside = {"a rotary embedding of its own": rope, "rows of its own": row_sets, "a score head": head}
+                check_activated(modules, [name for name, found in beside.items() if found], problems)
         problems.raise_all()
         assert config is not None, "a configuration that cannot be read is a problem"
         num_tokens = None if row_tensors.num_tokens == base_model.vocab_size else row_tensors.num_tokens
         replaced = ReplacedRows(tuple(row_sets), num_tokens, file, found.source)
-        source = FileSource(found.source)
-        return _pack(source, config.manifest_kind, modules, base_model, directory, check, rope, replaced, head)
+        source, kind = FileSource(found.source), config.manifest_kind
+        return _pack(source, kind, modules, base_model, directory, check, rope, replaced, head, invocation)
 
 
 def _check_file_names(files: Mapping[str, Path], written: AdapterFormat, problems: Problems) -> None:
@@ -166,6 +175,7 @@ def _pack(
     rope: RopeScaling | None = None,
     rows: ReplacedRows | None = None,
     head: ScoreHead | None = None,
+    alora_invocation_tokens: tuple[int, ...] = (),
 ) -> PackedInfo:
     row_sets, num_tokens = ((), None) if rows is None else (rows.sets, rows.num_tokens)
     groups: dict[int | None, list[ModulePlan]] = {}
@@ -202,6 +212,7 @@ def _pack(
             of_head = {"modules": [], "name": SCORE_HEAD, "sha256": chunk.sha256, "size_bytes": chunk.size_bytes}
             described.append(of_head)
     problems.raise_all()
+    sizes = [plan.size for plan in modules]
     document = {
         **({} if head is None else {SCORE_HEAD: head.described}),
         "base_fingerprint": base_model.fingerprint,
@@ -211,6 +222,7 @@ def _pack(
         "kind": kind,
         **({} if rope is None else {"rope": rope.document()}),
         **({} if num_tokens is None else {"num_tokens": num_tokens}),
+        **({INVOCATION_TOKENS: alora_invocation_tokens} if alora_invocation_tokens else {}),
     }
     manifest = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
     return PackedInfo(
@@ -222,18 +234,14 @@ def _pack(
         min_rank=min((plan.rank for plan in modules), default=0),
         parts=_parts(modules, has_rows=bool(row_sets)),
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
-        arena_bytes=arena_bytes(
-            [plan.size for plan in modules],
-            base_model.dtype,
-            [part.size for part in row_sets],
-            None if head is None else head.size,
-        ),
+        arena_bytes=arena_bytes(sizes, base_model.dtype, [part.size for part in row_sets], head.size if head else None),
         target_modules=tuple(sorted({of_all(plan.name) for plan in modules} | {part.name for part in row_sets})),
         num_tokens=num_tokens,
         num_rows=sum(len(part.ids) for part in row_sets),
         context_length=0 if rope is None else rope.context_length,
         labels=() if head is None else head.labels,
         problem_type="" if head is None else head.problem_type,
+        alora_invocation_tokens=alora_invocation_tokens,
     )
 
 

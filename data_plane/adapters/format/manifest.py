@@ -20,7 +20,8 @@ from data_plane.errors import AdapterCorrupt
 MAX_MANIFEST_BYTES = 16 << 20
 
 _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
-_OPTIONAL_KEYS = {"companions", "num_tokens", "rope", SCORE_HEAD}  # the first is not the worker's
+_INVOCATION = "alora_invocation_tokens"
+_OPTIONAL_KEYS = {"companions", "num_tokens", "rope", SCORE_HEAD, _INVOCATION}  # the first is not the worker's
 _HEAD_KEYS = {"has_bias", "in_features", "labels", "num_labels", "problem_type"}
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
 _ROWS_KEYS = {"ids_sha256", "name", "num_rows", "rows_sha256", "width"}
@@ -84,6 +85,8 @@ class Manifest:
     rope: RopeScaling | None = None  # its own rotary embedding; None: the base model's
     num_tokens: int | None = None  # of the adapter's own vocabulary; None: the base model's
     head: ScoreHeadSize | None = None  # in the chunk SCORE_HEAD, which is there if this is
+    # The control plane says from which token on a row has the adapter; the worker needs no more than to know the key.
+    alora_invocation_tokens: tuple[int, ...] = ()
 
     def arena_bytes(self, heads: Collection[str]) -> int:
         """What the adapter takes of an arena, by the formula of docs/protocol.md. `heads`: the model's, by name."""
@@ -121,7 +124,10 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
         if empty != ([] if head is None else [SCORE_HEAD]):
             raise ValueError(f"chunk {empty or SCORE_HEAD} has no module and no rows, which a score head's alone has")
         fingerprint = _hash(fields["base_fingerprint"])
-        return Manifest(digest, fingerprint, fields["kind"], fields["dtype"], chunks, rope, num_tokens, head)
+        invocation = _token_ids(fields[_INVOCATION]) if _INVOCATION in fields else ()
+        return Manifest(
+            digest, fingerprint, fields["kind"], fields["dtype"], chunks, rope, num_tokens, head, invocation
+        )
     except (ValueError, RecursionError) as error:
         raise AdapterCorrupt(f"adapter {digest}: {error}") from error
 
@@ -209,6 +215,13 @@ def _list(raw: Any, what: str) -> list[Any]:
     if not isinstance(raw, list):
         raise ValueError(f"{what} is {type(raw).__name__}, want a list")
     return raw
+
+
+def _token_ids(raw: Any) -> tuple[int, ...]:
+    ids = _list(raw, _INVOCATION)
+    if not ids or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+        raise ValueError(f"{_INVOCATION} is not a list of token ids")
+    return tuple(ids)
 
 
 def _text(raw: Any) -> str:

@@ -44,7 +44,13 @@ def refused(files: dict[str, Path]) -> tuple[str, str]:
 
 
 BAD_FIELDS: list[tuple[str, Any]] = [
-    ("alora_invocation_tokens", [1]),
+    ("alora_invocation_tokens", []),
+    ("alora_invocation_tokens", 7),
+    ("alora_invocation_tokens", [True]),
+    ("alora_invocation_tokens", [-1]),
+    ("alora_invocation_tokens", [255, 256]),
+    ("alora_invocation_tokens", [1.0]),
+    ("alora_invocation_tokens", [1] * 129),
     ("arrow_config", {"top_k": 2}),
     ("bias", "some"),
     ("bias", ["all"]),
