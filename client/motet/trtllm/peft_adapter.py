@@ -22,6 +22,7 @@ from motet.uploads import CONFIG_FILE, WEIGHTS_FILE
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_magnitude_vector(?:\.weight)?)\Z"
 )
+_NOT_IN_ROWS = ("alora_invocation_tokens", "rope_scaling", "rope_parameters", "context_length")
 _PARTS = {"lora_A.weight": "a", "lora_B.weight": "b"}
 
 
@@ -59,6 +60,9 @@ def read_peft(directory: Path, *, is_gated: bool) -> PeftAdapter:
         raise invalid_field("directory", f"{directory / CONFIG_FILE} cannot be read: {error}") from error
     if not is_lora:
         raise invalid_field("directory", f"is of the kind {config.get('peft_type')!r}; only LORA can be converted")
+    for name in _NOT_IN_ROWS:
+        if config.get(name):
+            raise invalid_field("directory", f"{CONFIG_FILE} has {name}, which TensorRT-LLM's rows cannot say")
     file = TensorFile(directory / WEIGHTS_FILE)
     found: dict[str, dict[str, str]] = {}
     others = []

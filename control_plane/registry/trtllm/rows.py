@@ -86,6 +86,7 @@ def opened_rows(
             config = read_adapter_config(
                 stack.enter_context(files[CONFIG_FILE].open("rb")).read(MAX_CONFIG_BYTES + 1), problems
             )
+            _check_config(config, problems)
         with problems.collected():
             reader = _Reader(
                 stack.enter_context(files[WEIGHTS_ARRAY].open("rb")),
@@ -97,6 +98,15 @@ def opened_rows(
             rows = reader.read(problems)
         problems.raise_all()
         yield rows
+
+
+def _check_config(config: AdapterConfig | None, problems: Problems) -> None:
+    """Note the fields that say more than rows do."""
+    if config is None:
+        return
+    for name, value in {**config.rope, "alora_invocation_tokens": config.alora_invocation_tokens}.items():
+        if value:
+            problems.add(FieldViolation(name, "is not served with TensorRT-LLM's rows; register PEFT's files instead"))
 
 
 class _Reader:

@@ -161,6 +161,11 @@ def test_what_has_no_place_in_rows_is_refused(checkpoints: dict[str, Path], tmp_
     bias = adapter(tmp_path / "bias", base, rank=2, targets=["q_proj"], lora_bias=True)
     with pytest.raises(InvalidArgument, match=r"lora_B\.bias"):
         peft_to_trtllm(bias, tmp_path / "rows")
+    plain = adapter(tmp_path / "plain", base, rank=2, targets=["q_proj"])
+    config = json.loads((plain / "adapter_config.json").read_bytes()) | {"alora_invocation_tokens": [3, 4]}
+    (plain / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgument, match="alora_invocation_tokens, which TensorRT-LLM's rows cannot say"):
+        peft_to_trtllm(plain, tmp_path / "rows")
     dora = adapter(tmp_path / "dora", base, rank=2, targets=["q_proj"], use_dora=True)
     with pytest.raises(InvalidArgument, match=r"--base-model.*norms"):
         peft_to_trtllm(dora, tmp_path / "rows")

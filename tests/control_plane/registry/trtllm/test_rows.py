@@ -66,6 +66,19 @@ def test_with_the_configuration_the_adapter_is_the_trained_one(tmp_path: Path) -
     assert pack(files) == pack(write_adapter(tmp_path / "peft"))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("alora_invocation_tokens", [3, 4]),
+        ("context_length", 4096),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+    ],
+)
+def test_a_configuration_that_says_more_than_rows_is_refused(field: str, value: Any, tmp_path: Path) -> None:
+    files = write(tmp_path / "rows", config=json.dumps(CONFIG | {field: value}).encode())
+    assert f"{field}: is not served with TensorRT-LLM's rows" in refusal(files)
+
+
 def test_rows_that_only_fill_up_change_nothing(tmp_path: Path) -> None:
     """Zeros at the end, and the zeros that TensorRT-LLM writes for query, key and value without an adapter."""
     filled = np.zeros((6, WIDTH + 9), "<f4")
