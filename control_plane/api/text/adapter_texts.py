@@ -31,7 +31,7 @@ from control_plane.registry.records import ResolvedAdapter
 
 logger = logging.getLogger(__name__)
 
-# Each may have a tokenizer (100 MB for 128,000 tokens) and a child process that renders (25 MB).
+# Each may have a tokenizer (about 50 MB for 128,000 tokens) and a child process that renders.
 MAX_KEPT = 16
 # A conversation that a template must be able to take in the time and memory of any other. It may refuse it.
 _SAMPLE = ({"role": "user", "content": "Hello."},)
