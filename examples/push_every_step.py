@@ -8,12 +8,13 @@ Run: python examples/push_every_step.py path/to/checkpoint my-policy "The party"
 
 import argparse
 import os
+from typing import Any
 
 import torch
 from motet import Client, PushedVersion
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl, TrainerState
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 GROUP_SIZE = 4
 
@@ -26,8 +27,15 @@ class PushEveryStep(TrainerCallback):
         self.name = name
         self.pushed: PushedVersion | None = None  # the last one
 
-    def on_step_end(self, _args, state, _control, model=None, **_others):
-        """Called by the trainer after every optimiser step, with the model that it trains."""
+    def on_step_end(
+        self,
+        args: TrainingArguments | None,  # noqa: ARG002 - TrainerCallback's signature, as `control`
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        """Called by the trainer after every optimiser step; `model` is the model that it trains."""
+        model = kwargs["model"]
         if not state.is_world_process_zero:
             return
         config = model.peft_config["default"].to_dict()
@@ -75,7 +83,7 @@ def main() -> None:
             for completion, advantage in zip(completions, advantages, strict=True):
                 token_ids = torch.tensor([completion.token_ids])
                 losses.append(advantage * model(input_ids=token_ids, labels=token_ids).loss)
-            torch.stack(losses).mean().backward()
+            torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch's own
             optimizer.step()
             optimizer.zero_grad()
             state.global_step += 1
