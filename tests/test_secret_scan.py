@@ -63,9 +63,12 @@ def test_files_and_arguments_are_searched(tmp_path: Path) -> None:
     value = scan.plant("password")
     (tmp_path / "worker.log").write_text(f"url={value}")
     scan.look_at_files("the log of", tmp_path.glob("*.log"))
-    process = subprocess.Popen([sys.executable, "-c", "input()", value], stdin=subprocess.PIPE)
-    scan.look_at_arguments(process.pid)
-    process.communicate(b"\n")
+    program = "print(flush=True); input()"
+    command = [sys.executable, "-c", program, value]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()  # its arguments are not there before it runs
+        scan.look_at_arguments(process.pid)
+        process.communicate(b"\n")
     assert [leak.source.split()[0] for leak in scan.take_leaks()] == ["the", "arguments"]
 
 

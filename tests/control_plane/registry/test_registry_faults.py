@@ -155,7 +155,7 @@ async def test_disk_failure_while_packing_is_not_a_mistake_of_ours(
         raise OSError(number, "the disk", str(directory))
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "ingest", fail)
+        patch.setattr(packing, "pack_whole", fail)
         with pytest.raises(error) as caught:
             await registry.register("a", adapter)
     assert str(tmp_path) not in str(caught.value)
