@@ -20,7 +20,14 @@ REFERENCE = ROOT / "docs" / "sdk.md"
 SECTIONS = {  # heading: the exported names below it; a name that is in none goes under its module's section
     "Clients": ("Client", "AsyncClient", "RetryPolicy"),
     "Adapters": ("Adapters", "AsyncAdapters"),
-    "Generation": ("GenerateOptions", "ChatMessage", "BeamSearch", "GenerationStream", "AsyncGenerationStream"),
+    "Generation": (
+        "GenerateOptions",
+        "ChatMessage",
+        "ToolCall",
+        "BeamSearch",
+        "GenerationStream",
+        "AsyncGenerationStream",
+    ),
     "Embeddings and classes": (
         "PoolingOptions",
         "Pooling",
@@ -57,7 +64,7 @@ def reference() -> str:
     modules = exported_names()
     classes = {
         node.name: (node, source.splitlines())
-        for folder in (PACKAGE, PACKAGE / "adapters", PACKAGE / "pooling", PACKAGE / "v1")
+        for folder in (PACKAGE, PACKAGE / "adapters", PACKAGE / "inputs", PACKAGE / "pooling", PACKAGE / "v1")
         for path in sorted(folder.glob("*.py"))
         if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
         for source in [path.read_text("utf-8")]
@@ -127,7 +134,8 @@ def _field(part: ast.stmt, source: list[str]) -> Iterator[str]:
         return
     comment = re.search(r"  # (?!type: )(.*)$", source[(part.end_lineno or part.lineno) - 1])
     meaning = (comment[1] if comment else "").replace("|", "\\|")
-    yield f"| `{name}` | `{kind}` | {meaning} |".replace(" | None", " \\| None")
+    kind = kind.replace(" | ", " \\| ")
+    yield f"| `{name}` | `{kind}` | {meaning} |"
 
 
 def _signature(owner: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

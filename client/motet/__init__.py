@@ -77,6 +77,12 @@ if TYPE_CHECKING:
     from motet.errors import (
         Unimplemented as Unimplemented,
     )
+    from motet.inputs.conversations import (
+        ChatMessage as ChatMessage,
+    )
+    from motet.inputs.conversations import (
+        ToolCall as ToolCall,
+    )
     from motet.pooling.calls import (
         Classification as Classification,
     )
@@ -136,9 +142,6 @@ if TYPE_CHECKING:
     )
     from motet.types import (
         BeamSearch as BeamSearch,
-    )
-    from motet.types import (
-        ChatMessage as ChatMessage,
     )
     from motet.types import (
         Chunk as Chunk,
@@ -213,12 +216,13 @@ _NAMES_BY_MODULE = {
         "InvalidArgument MotetError NotFound OutOfRange PermissionDenied ResourceExhausted ServerError "
         "Unauthenticated Unavailable Unimplemented"
     ),
+    "motet.inputs.conversations": "ChatMessage ToolCall",
     "motet.pooling.calls": "Classification Classifications Embedding Embeddings Pooling PoolingOptions ProblemType",
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",
     "motet.types": (
         "Adapter AdapterCanary AdapterEvent AdapterEventKind AdapterPlacement AdapterState AdapterTier "
-        "AdapterUse AdapterVersion AdapterVisibility BeamSearch ChatMessage Chunk Completion FinishReason Finished "
+        "AdapterUse AdapterVersion AdapterVisibility BeamSearch Chunk Completion FinishReason Finished "
         "Generation PushedVersion Registration RegistrationChange Residency ResidencyOutcome ServerStatus "
         "SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionRollout VersionSignature "
         "VersionVerification"

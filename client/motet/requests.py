@@ -5,7 +5,6 @@ Refuses only what the protocol cannot carry; the server judges everything else a
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,11 +13,18 @@ from google.protobuf.message import Message
 
 from motet.adapters.uses import AdapterUses, Combination, combination_to, uses_to
 from motet.errors import invalid_field
-from motet.types import BeamSearch, ChatMessage
+from motet.inputs.conversations import (
+    ChatMessage,
+    ChatTurn,
+    ConversationOptions,
+    refuse_conversation_options,
+    set_conversation,
+)
+from motet.inputs.scalars import integer_of, text_of, uint_of
+from motet.types import BeamSearch
 from motet.v1 import generation_pb2, types_pb2
 from motet.v1.sampling import SamplingOptions
 
-ChatTurn: TypeAlias = ChatMessage | Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
 
 TENANT_KEY = "motet-tenant"  # metadata
@@ -28,7 +34,7 @@ _INT32_MAX = 2**31 - 1
 _UINT_MAX = {FieldDescriptor.TYPE_UINT32: _UINT32_MAX, FieldDescriptor.TYPE_UINT64: _UINT64_MAX}
 
 
-class GenerateOptions(SamplingOptions, total=False):
+class GenerateOptions(SamplingOptions, ConversationOptions, total=False):
     """Keyword arguments of generate(), sampling parameters among them. Left out or None: the server's default.
 
     The values in effect are reported in `started`.
@@ -81,7 +87,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     _set_decoding(request, options)
     if ignore_eos is not None:
         request.stopping.ignore_eos = ignore_eos
-    _set_prompt(request, prompt)
+    _set_prompt(request, prompt, options)
     return request
 
 
@@ -215,10 +221,13 @@ def _set_decoding(request: generation_pb2.GenerateRequest, options: GenerateOpti
 
 
 def _priority(value: int | None) -> int | None:
-    return None if value is None else _integer("priority", value, -_INT32_MAX, _INT32_MAX)
+    return None if value is None else integer_of("priority", value, -_INT32_MAX, _INT32_MAX)
 
 
-def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:
+def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt, options: GenerateOptions) -> None:
+    is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], (ChatMessage, Mapping))
+    if not is_chat:
+        refuse_conversation_options(options)
     if isinstance(prompt, str):
         request.text = text_of("prompt", prompt)
         return
@@ -226,51 +235,11 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None
         raise TypeError(f"prompt is {type(prompt).__name__}; give a str, a list of token ids or a list of ChatMessage")
     if not prompt:
         raise invalid_field("prompt", "is empty; give at least one token id or message")
-    if isinstance(prompt[0], (ChatMessage, Mapping)):
-        request.chat.messages.extend(_chat_message(position, item) for position, item in enumerate(prompt))
+    if is_chat:
+        set_conversation(request.chat, prompt, options)  # type: ignore[arg-type]  # every turn is looked at
     else:
         request.token_ids.ids.extend(uint_of("prompt", token, _UINT32_MAX) for token in prompt)
 
 
-def _chat_message(position: int, item: object) -> types_pb2.ChatMessage:
-    if isinstance(item, ChatMessage):
-        role, content = item.role, item.content
-    elif isinstance(item, Mapping) and set(item) == {"role", "content"}:
-        role, content = item["role"], item["content"]
-    else:
-        raise invalid_field(f"prompt[{position}]", f'is {item!r}; give {{"role": ..., "content": ...}}')
-    return types_pb2.ChatMessage(
-        role=text_of(f"prompt[{position}].role", role), content=text_of(f"prompt[{position}].content", content)
-    )
-
-
-def text_of(field: str, value: object) -> str:
-    """`value` as a text the wire can carry."""
-    if not isinstance(value, str):
-        raise invalid_field(field, f"is of type {type(value).__name__}; give a str")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise invalid_field(
-            field, f"is not valid UTF-8: half of a surrogate pair is at character {error.start}; give whole characters"
-        ) from None
-    return value
-
-
 def _optional_uint(field: str, value: int | None, limit: int) -> int | None:
     return None if value is None else uint_of(field, value, limit)
-
-
-def uint_of(field: str, value: object, limit: int) -> int:
-    return _integer(field, value, 0, limit)
-
-
-def _integer(field: str, value: object, lowest: int, highest: int) -> int:
-    """`value` as an integer the wire can carry; the wire would cut off anything else without a word."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]  # this is where a wrong type is found
-    except TypeError:
-        raise invalid_field(field, f"is {value!r}; give an integer") from None
-    if not lowest <= number <= highest:
-        raise invalid_field(field, f"is {number}; give an integer from {lowest} to {highest}")
-    return number

@@ -24,14 +24,6 @@ from motet.v1.status import (
 
 
 @dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str  # such as "system", "user", "assistant": what the checkpoint's chat template knows
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class BeamSearch:
     """Beam search instead of sampling. Left out or None: the server's default, reported in `started`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from motet import (
     DeadlineExceeded,
     FinishReason,
     InvalidArgument,
+    ToolCall,
 )
 
 from tests.client.conftest import Driver
@@ -103,7 +105,7 @@ def test_options_that_are_not_given_stay_unset_on_the_wire(server: ScriptedServe
         ({"prompt": [{"role": "user"}]}, "prompt[0]"),
         ({"prompt": "a\ud800"}, "prompt"),
         ({"prompt": [{"role": 5, "content": "x"}]}, "prompt[0].role"),
-        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "prompt[0].content"),
+        ({"prompt": [{"role": "user", "content": 5}]}, "prompt[0].content"),
         ({"adapter": 5}, "adapter"),
         ({"cache_salt": "\udc80"}, "cache_salt"),
         ({"stop": ["a", 5]}, "stopping.stop"),
@@ -237,3 +239,55 @@ async def test_async_close_by_another_task_ends_the_loop(server: ScriptedServer)
         await stream.aclose()
         assert await asyncio.wait_for(task, 10) == 1
         assert await asyncio.to_thread(server.cancelled.wait, 10)
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"days": 3}}}
+TOOL = {"type": "function", "function": {"name": "weather"}}
+
+
+def test_conversations_in_the_form_of_openai_carry_tools_calls_and_parts(
+    server: ScriptedServer, driver: Driver
+) -> None:
+    server.scripts.append(playing(TOKENS))
+    driver.generate(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "I look."},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"},
+            ChatMessage("assistant", "It ", tool_calls=[ToolCall("look")]),
+        ],
+        tools=[TOOL],
+        template_kwargs={"enable_thinking": False},
+        continue_final_message=True,
+    )
+    chat = server.requests[0].chat
+    user, call, result, last = chat.messages
+    assert [part.text for part in user.parts] == ["a", "b"] and not user.content
+    assert (call.tool_calls[0].id, call.tool_calls[0].arguments) == (
+        "c1",
+        '{"days": 3}',
+    ) and call.reasoning == "I look."
+    assert (result.tool_call_id, result.name, result.content) == ("c1", "weather", "rain")
+    assert (last.tool_calls[0].name, last.tool_calls[0].arguments) == ("look", "{}")
+    assert json.loads(chat.tools) == [TOOL] and json.loads(chat.template_kwargs) == {"enable_thinking": False}
+    assert chat.continue_final_message and not chat.HasField("add_generation_prompt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("text", {"tools": [TOOL]}, "tools"),
+        ([1, 2], {"continue_final_message": True}, "continue_final_message"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "prompt[0].content[0]"),
+        ([{"role": "user", "image": "x"}], {}, "prompt[0]"),
+        ([{"content": "x"}], {}, "prompt[0]"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], {}, "prompt[0].tool_calls[0]"),
+        ([{"role": "user", "content": "x"}], {"tools": [object()]}, "tools"),
+    ],
+)
+def test_a_conversation_that_the_wire_cannot_carry_is_refused(
+    driver: Driver, prompt: Any, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        driver.generate(prompt, **options)
+    assert [violation.field for violation in caught.value.field_violations] == [field]

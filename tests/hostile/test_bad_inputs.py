@@ -29,6 +29,8 @@ FREE = {
     "motet.v1.SamplingParams.seed",
     "motet.v1.EmbedRequest.normalize",
     "motet.v1.ChatMessage.content",  # any text; its length is refused in the name of the prompt
+    "motet.v1.ChatMessage.reasoning",  # likewise
+    "motet.v1.ContentPart.text",
     "motet.v1.UploadHeader.validate_only",
     "motet.v1.CreateAdapterRequest.validate_only",
     *(

@@ -15,8 +15,9 @@ from motet.cli.digests import full_digest
 from motet.cli.output import json_line, to_plain
 from motet.client import GenerationStream
 from motet.errors import invalid_field
+from motet.inputs.conversations import ChatMessage
 from motet.requests import GenerateOptions, Prompt, enum_choices
-from motet.types import AdapterUse, BeamSearch, ChatMessage, Chunk, Completion
+from motet.types import AdapterUse, BeamSearch, Chunk, Completion
 from motet.v1 import types_pb2
 from motet.v1.sampling import DESCRIPTIONS
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypedDict
 
 from motet.calls import UnaryCall
 from motet.errors import invalid_field
-from motet.requests import text_of, uint_of
+from motet.inputs.scalars import text_of, uint_of
 from motet.v1 import pooling_pb2
 
 PoolingInput: TypeAlias = str | Sequence[int]  # text, or token ids

@@ -102,8 +102,8 @@ class GenerationRecord:
     def _text(self) -> dict[str, Any]:
         checked = self._checked
         prompt: Any = checked.text
-        if checked.messages is not None:
-            prompt = [dict(message) for message in checked.messages]
+        if checked.conversation is not None:
+            prompt = [dict(message) for message in checked.conversation.messages]
         elif checked.token_ids is not None:
             prompt = list(checked.token_ids)
         return {"prompt": prompt, "completions": self._stream.texts}

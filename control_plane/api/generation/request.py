@@ -16,6 +16,7 @@ from motet.v1 import generation_pb2, types_pb2
 from control_plane.api.generation.adapter_uses import CheckedUses, check_uses
 from control_plane.api.generation.preconditions import check_preconditions
 from control_plane.api.generation.sampling_params import Decoding, check_decoding, check_sampling
+from control_plane.api.text.conversation import Conversation, check_conversation
 from control_plane.api.text.length_bound import prompt_too_long
 from control_plane.checks import Violations, check_request_id, quoted, refuse
 from control_plane.errors import ContextTooLong, FieldViolation
@@ -27,8 +28,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_BYTES = 128
-MAX_MESSAGES = 1024
-MAX_ROLE_CHARS = 64
 MAX_PRIORITY = 100  # either sign
 MAX_RENDER_TIME_S = 32_503_680_000  # the year 3000
 MAX_PROMPT_LOGPROB_ENTRIES = 1 << 18  # about 3 MB; a gRPC client takes messages of up to 4 MB by default
@@ -43,7 +42,7 @@ class CheckedRequest:
     routing_key: str  # decides between the active version and the canary; empty: chance does
     text: str | None
     token_ids: tuple[int, ...] | None
-    messages: tuple[dict[str, str], ...] | None  # exactly one of text, token_ids and messages is set
+    conversation: Conversation | None  # exactly one of text, token_ids and conversation is set
     render_time_s: float | None  # when a conversation is rendered, seconds since 1970; None: at present
     sampling: Sampling
     decoding: Decoding
@@ -59,7 +58,7 @@ class CheckedRequest:
 
     @property
     def input_field(self) -> str:
-        return "text" if self.text is not None else "chat" if self.messages is not None else "token_ids"
+        return "text" if self.text is not None else "chat" if self.conversation is not None else "token_ids"
 
 
 def check_request(
@@ -80,7 +79,7 @@ def check_request(
         violations.add(
             "cache_salt", f"has {len(request.cache_salt.encode())} bytes; use at most {MAX_CACHE_SALT_BYTES}"
         )
-    text, token_ids, messages = _checked_input(request, vocab_size, violations)
+    text, token_ids, conversation = _checked_input(request, vocab_size, violations)
     sampling = check_sampling(request.sampling, vocab_size, draw_seed, violations)
     max_tokens, min_tokens = _checked_stopping(request.stopping, vocab_size, violations)
     decoding = check_decoding(request.decoding, sampling, violations)
@@ -105,7 +104,7 @@ def check_request(
         routing_key=request.routing_key or request.request_id,
         text=text,
         token_ids=token_ids,
-        messages=messages,
+        conversation=conversation,
         render_time_s=render_time_s,
         sampling=replace(sampling, min_tokens=min_tokens),
         decoding=decoding,
@@ -187,7 +186,7 @@ def check_prompt_logprobs(checked: CheckedRequest, num_prompt_tokens: int) -> No
 
 def _checked_input(
     request: generation_pb2.GenerateRequest, vocab_size: int, violations: Violations
-) -> tuple[str | None, tuple[int, ...] | None, tuple[dict[str, str], ...] | None]:
+) -> tuple[str | None, tuple[int, ...] | None, Conversation | None]:
     kind = request.WhichOneof("input")
     if kind == "text":
         if not request.text:
@@ -198,7 +197,7 @@ def _checked_input(
             violations.add("token_ids.ids", "is empty; a prompt needs at least one token")
         return None, checked_token_ids(request.token_ids.ids, "token_ids.ids", vocab_size, violations), None
     if kind == "chat":
-        return None, None, _checked_messages(request.chat.messages, violations)
+        return None, None, check_conversation(request.chat, violations)
     violations.add("input", "is not set; send one of text, token_ids and chat")
     return None, None, None
 
@@ -215,22 +214,6 @@ def _check_sizes(request: generation_pb2.GenerateRequest, max_model_len: int) ->
                 f"{max_model_len} tokens",
             )
         )
-
-
-def _checked_messages(
-    messages: Sequence[types_pb2.ChatMessage], violations: Violations
-) -> tuple[dict[str, str], ...] | None:
-    if not messages:
-        violations.add("chat.messages", "is empty; a conversation needs at least one message")
-    if len(messages) > MAX_MESSAGES:
-        violations.add("chat.messages", f"has {len(messages)} messages; use at most {MAX_MESSAGES}")
-        return None
-    for index, message in enumerate(messages):
-        if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
-            violations.add(
-                f"chat.messages[{index}].role", f"has {len(message.role)} characters; use 1 to {MAX_ROLE_CHARS}"
-            )
-    return tuple({"role": message.role, "content": message.content} for message in messages)
 
 
 def _checked_render_time_s(request: generation_pb2.GenerateRequest, violations: Violations) -> float | None:

@@ -251,7 +251,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     def _render_time_s(self, checked: CheckedRequest) -> float | None:
         """When the conversation is rendered, seconds since 1970; None for another input."""
-        if checked.messages is None:
+        if checked.conversation is None:
             return None
         return self._wall_clock() if checked.render_time_s is None else checked.render_time_s
 
@@ -271,8 +271,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if checked.text is not None:
             ids = await codec.encode_text(checked.text, tenant=account, max_model_len=max_model_len)
         else:
-            assert checked.messages is not None
-            ids = await codec.encode_chat(checked.messages, render_time_s, tenant=account, max_model_len=max_model_len)
+            assert checked.conversation is not None
+            ids = await codec.encode_chat(
+                checked.conversation, render_time_s, tenant=account, max_model_len=max_model_len
+            )
         if not ids:
             raise refuse(checked.input_field, "no token is left after tokenisation; a prompt needs at least one")
         if max(ids) >= vocab_size:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from control_plane.api.text.chat_renderer import ChatRenderer, RenderLimitExceeded, RenderLimits, RenderRefused
 from control_plane.api.text.codec import TextCodec
+from control_plane.api.text.conversation import Conversation
 from control_plane.errors import FieldViolation, InvalidAdapter
 from control_plane.registry.companions.documents import (
     CHAT,
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Each may have a tokenizer (about 50 MB for 128,000 tokens) and a child process that renders.
 MAX_KEPT = 16
 # A conversation that a template must be able to take in the time and memory of any other. It may refuse it.
-_SAMPLE = ({"role": "user", "content": "Hello."},)
+_SAMPLE = Conversation(({"role": "user", "content": "Hello."},))
 
 ReadDocuments = Callable[[str], Awaitable[Mapping[str, bytes]]]
 

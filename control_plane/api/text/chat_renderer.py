@@ -10,9 +10,10 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from control_plane.api.text.conversation import Conversation
 from control_plane.api.text.frames import FRAME_HEADER
 from control_plane.child_process import ChildProcess, module_command
 from control_plane.errors import Unavailable
@@ -68,14 +69,13 @@ class ChatRenderer:
         async with self._places:
             self._idle.append(await self._start_child())
 
-    async def render(self, messages: Sequence[Mapping[str, str]], time_s: float | None = None) -> str:
+    async def render(self, conversation: Conversation, time_s: float | None = None) -> str:
         """The prompt for the assistant's next turn. Raises RenderRefused or Unavailable.
 
         `time_s`: the moment that the template prints as today's date, in seconds since 1970; None: now. A caller that
         is cancelled costs no child: its conversation is rendered and dropped.
         """
-        conversation = json.dumps({"messages": messages, "time_s": time_s}, ensure_ascii=False).encode()
-        rendering = asyncio.create_task(self._render(conversation))
+        rendering = asyncio.create_task(self._render(conversation.to_json(time_s)))
         self._renderings.add(rendering)
         rendering.add_done_callback(self._forget)
         return await asyncio.shield(rendering)

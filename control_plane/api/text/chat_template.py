@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -18,6 +19,10 @@ import jinja2.parser
 import jinja2.sandbox
 
 MAX_RENDERED_CHARS = 4 * 2**20
+# Put behind the text of the message that stays open: the prompt ends where it appears. A template that strips texts
+# strips the space at its end.
+_OPEN_END = "MOTET_OPEN_END_OF_THE_LAST_MESSAGE "
+_PART = "a part of what is said"
 
 
 class ChatTemplateError(Exception):
@@ -50,24 +55,66 @@ class ChatTemplate:
         except Exception as error:  # constants are computed now, by whatever code they call
             raise ChatTemplateError(f"it does not compile: {type(error).__name__}: {str(error)[:200]}") from error
         self._special_tokens = dict(special_tokens)
+        self._parts_are_taken: bool | None = None  # None: not tried yet
 
-    def render(self, messages: Sequence[Mapping[str, str]], time_s: float | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        time_s: float | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
         """The prompt for the assistant's next turn. Raises ChatTemplateError.
 
-        `time_s`: the moment, in seconds since 1970, that `strftime_now` prints in local time; None: now.
+        `time_s`: the moment, in seconds since 1970, that `strftime_now` prints in local time; None: now. With
+        `continue_final_message` the prompt ends within the last message.
         """
         moment = datetime.datetime.now() if time_s is None else datetime.datetime.fromtimestamp(time_s)
+        given = [dict(message) for message in messages]
+        if any(isinstance(message["content"], list) for message in given) and not self._takes_parts():
+            for message in given:
+                message["content"] = _joined(message["content"])
+        if continue_final_message:
+            given[-1]["content"] = _with_open_end(given[-1]["content"])
+        variables = {
+            "tools": [dict(tool) for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": moment.strftime,
+            **self._special_tokens,
+            **template_kwargs,
+        }
+        text = self._rendered(given, variables)
+        if not continue_final_message:
+            return text
+        end = text.rfind(_OPEN_END.rstrip())
+        if end < 0:
+            raise ChatTemplateError(
+                "the chat template leaves the last message out, so it cannot be continued; send another last message"
+            )
+        return text[:end] if text.startswith(_OPEN_END, end) else text[:end].rstrip()
+
+    def _takes_parts(self) -> bool:
+        """Whether a message's content may be a list of parts: tried, since templates do not say."""
+        if self._parts_are_taken is None:
+            probe: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": _PART}] * 2}]
+            variables = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
+            try:
+                text = self._rendered(probe, {**variables, "strftime_now": datetime.datetime.now().strftime})
+            except ChatTemplateError:
+                text = ""
+            # One that knows no parts prints the list, or nothing of it.
+            self._parts_are_taken = _PART in text and "'type'" not in text and '"type"' not in text
+        return self._parts_are_taken
+
+    def _rendered(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         parts: list[str] = []
         num_chars = 0
         try:
-            for part in self._template.generate(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                strftime_now=moment.strftime,
-                **self._special_tokens,
-            ):
+            for part in self._template.generate(messages=messages, **variables):
                 num_chars += len(part)
                 if num_chars > MAX_RENDERED_CHARS:
                     raise ChatTemplateError(f"the rendered conversation exceeds {MAX_RENDERED_CHARS} characters")
@@ -85,6 +132,18 @@ class ChatTemplate:
                 f"the chat template fails on this conversation ({type(error).__name__}); check roles and their order"
             ) from error
         return "".join(parts)
+
+
+def _joined(content: Any) -> str:
+    """Parts as one text."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _with_open_end(content: Any) -> Any:
+    """A message's content with the mark behind its text, or behind its last part."""
+    if isinstance(content, str):
+        return content + _OPEN_END
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _OPEN_END}]
 
 
 def _raise_exception(message: str) -> None:

@@ -10,7 +10,6 @@ import copy
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 
 from control_plane.access.principal import DEFAULT_TENANT
 from control_plane.api.text.chat_renderer import ChatRenderer, RenderRefused
+from control_plane.api.text.conversation import Conversation
 from control_plane.api.text.detokenizer import Detokenizer, DetokenizerFactory
 from control_plane.api.text.fair_gate import FairGate
 from control_plane.api.text.length_bound import length_bound, prompt_too_long
@@ -155,23 +155,22 @@ class TextCodec:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        conversation: Conversation,
         time_s: float | None = None,
         *,
         tenant: str = DEFAULT_TENANT,
         max_model_len: int = sys.maxsize,
     ) -> list[int]:
-        """Token ids of a conversation up to the assistant's turn. Raises as `encode_text`, on field "chat".
+        """Token ids of a conversation, rendered. Raises as `encode_text`, on field "chat".
 
         `time_s`: the moment that the template prints as today's date, in seconds since 1970; None: now.
         """
         self._require_tokenizer()
         if self._chat is None:
             raise TokenizerUnavailable(f"{self._no_chat_reason}; send text or token_ids instead")
-        size_bytes = sum(sys.getsizeof(message["content"]) for message in messages)
-        async with self._gate.place(tenant, size_bytes):
+        async with self._gate.place(tenant, conversation.size_bytes):
             try:
-                text = await self._chat.render(messages, time_s)
+                text = await self._chat.render(conversation, time_s)
             except RenderRefused as error:
                 raise refuse("chat", str(error)) from error
             self._check_length(text, "chat", max_model_len)

@@ -37,7 +37,7 @@ def main() -> int:
             signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
             conversation = json.loads(request)
             try:
-                text, is_text = template.render(conversation["messages"], conversation["time_s"]), True
+                text, is_text = template.render(**conversation), True
             except ChatTemplateError as error:
                 text, is_text = str(error), False
             _respond(stream, text, is_text=is_text)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from motet.v1 import generation_pb2, types_pb2
 
-from tests.hostile.bad_inputs import names
+from tests.hostile.bad_inputs import conversations, names
 from tests.hostile.bad_inputs.case import INVALID, OK, Case, set_path, short
 from tests.hostile.bad_inputs.facts import BLOCK_SIZE, MAX_MODEL_LEN, MAX_ROWS, NUM_BLOCKS, VOCAB_SIZE, Facts, sha256
 from tests.hostile.bad_inputs.wire import chunk, nested, number
@@ -182,6 +182,7 @@ def cases(_facts: Facts) -> Iterator[Case]:
         yield _refused(fields, field, _named(fields), says)
     yield from (taken(fields, _named(fields)) for fields in GOOD)
     yield from _inputs()
+    yield from conversations.cases(GENERATE, lambda chat: request(chat=chat))
     yield from _render_times()
     yield from _preconditions()
     yield from _adapters()

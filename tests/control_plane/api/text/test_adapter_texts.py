@@ -14,6 +14,7 @@ import pytest
 from control_plane.api.text.adapter_texts import AdapterText, AdapterTexts, check_template
 from control_plane.api.text.chat_renderer import ChatRenderer, RenderLimits
 from control_plane.api.text.codec import TextCodec
+from control_plane.api.text.conversation import Conversation
 from control_plane.errors import InvalidAdapter, StoreUnavailable
 from control_plane.registry.companions.documents import (
     CHAT,
@@ -90,7 +91,7 @@ async def test_each_version_and_the_base_model_render_with_their_own_template_at
     first, second = await rig.text(A), await rig.text(B)
     base = (await rig.texts.of(lambda: None))[1]
     codecs = [first.codec, second.codec, base.codec] * 4
-    prompts = await asyncio.gather(*(codec.encode_chat(MESSAGES) for codec in codecs))
+    prompts = await asyncio.gather(*(codec.encode_chat(Conversation(MESSAGES)) for codec in codecs))
 
     shown = [rig.decoded(codec, ids) for codec, ids in zip(codecs, prompts, strict=True)]
     assert shown == ["Ahe<tool>", "Bhe<tool>", "0he<tool>"] * 4
@@ -122,7 +123,7 @@ async def test_the_version_that_a_request_gets_may_change_while_its_text_is_load
     found, text = await rig.texts.of(lambda: next(versions))
     assert found is not None
     assert found.ref.digest == B
-    assert rig.decoded(text.codec, await text.codec.encode_chat(MESSAGES)) == "Bhe<tool>"
+    assert rig.decoded(text.codec, await text.codec.encode_chat(Conversation(MESSAGES))) == "Bhe<tool>"
 
 
 async def test_a_template_that_is_not_kept_ends_with_its_last_user(rig: Rig) -> None:
@@ -130,7 +131,7 @@ async def test_a_template_that_is_not_kept_ends_with_its_last_user(rig: Rig) -> 
     await rig.text(B)
     await rig.text(C)
     assert (rig.texts.num_kept, rig.texts.num_renderers) == (2, 2)
-    assert rig.decoded(first.codec, await first.codec.encode_chat(MESSAGES)) == "Ahe<tool>"
+    assert rig.decoded(first.codec, await first.codec.encode_chat(Conversation(MESSAGES))) == "Ahe<tool>"
     del first
     gc.collect()
     await asyncio.sleep(0)

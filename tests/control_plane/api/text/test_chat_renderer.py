@@ -12,6 +12,7 @@ import pytest
 
 from control_plane.api.text.chat_renderer import ChatRenderer, RenderLimits, RenderRefused
 from control_plane.api.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate
+from control_plane.api.text.conversation import Conversation
 from control_plane.errors import Unavailable
 from tests.control_plane.api.text.test_chat_template import LLAMA_LIKE, MESSAGES
 
@@ -40,7 +41,7 @@ async def make() -> AsyncIterator[Make]:
 
 
 def say(renderer: ChatRenderer, what: str) -> Awaitable[str]:
-    return renderer.render([{"role": "user", "content": what}])
+    return renderer.render(Conversation([{"role": "user", "content": what}]))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -52,13 +53,13 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_text_is_what_the_template_renders_in_this_process(make: Make) -> None:
     expected = ChatTemplate(LLAMA_LIKE, {"bos_token": "<s>"}).render(MESSAGES)
     renderer = make(LLAMA_LIKE)
-    assert [await renderer.render(MESSAGES) for _ in range(3)] == [expected] * 3
+    assert [await renderer.render(Conversation(MESSAGES)) for _ in range(3)] == [expected] * 3
     assert len(renderer.pids) == 1, "the child is kept"
 
 
 async def test_moment_reaches_the_template(make: Make) -> None:
     renderer = make("{{ strftime_now('%s') }}")
-    assert await renderer.render(MESSAGES, 86400.0) == "86400"
+    assert await renderer.render(Conversation(MESSAGES), 86400.0) == "86400"
 
 
 async def test_template_that_loops_ends_alone_while_others_are_served(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate, ChatTemplateError
 from control_plane.api.text.codec import TextCodec
+from control_plane.api.text.conversation import Conversation
 from control_plane.errors import InvalidRequest, TokenizerUnavailable
 from tests.control_plane.api.tokenizers import byte_level_tokenizer
 
@@ -63,7 +65,7 @@ async def test_ids_equal_those_of_transformers(tmp_path: Path) -> None:
     ours = ChatTemplate(LLAMA_LIKE, {"bos_token": "<s>", "eos_token": "</s>"}).render(MESSAGES)
     assert ours == expected
     assert "<brief>" in ours and ours.endswith("[ASSISTANT]")
-    assert await codec.encode_chat(MESSAGES) == theirs(expected, add_special_tokens=False)["input_ids"]
+    assert await codec.encode_chat(Conversation(MESSAGES)) == theirs(expected, add_special_tokens=False)["input_ids"]
     await codec.close()
 
 
@@ -101,7 +103,7 @@ async def test_checkpoint_without_tokenizer_refuses_text_and_chat(tmp_path: Path
     with pytest.raises(TokenizerUnavailable, match="token_ids"):
         await codec.encode_text("x")
     with pytest.raises(TokenizerUnavailable):
-        await codec.encode_chat(MESSAGES)
+        await codec.encode_chat(Conversation(MESSAGES))
     await codec.close()
 
 
@@ -109,14 +111,14 @@ async def test_checkpoint_without_template_refuses_chat_alone(tmp_path: Path) ->
     codec = TextCodec.load(checkpoint(tmp_path / "m", {}), tmp_path / "unused.json")
     assert await codec.encode_text("hell") == [byte_level_tokenizer().token_to_id(t) for t in ("he", "ll")]
     with pytest.raises(TokenizerUnavailable, match="chat template"):
-        await codec.encode_chat(MESSAGES)
+        await codec.encode_chat(Conversation(MESSAGES))
     await codec.close()
 
 
 async def test_template_refusal_names_the_field(tmp_path: Path) -> None:
     codec = TextCodec(byte_level_tokenizer(), ChatRenderer("{{ raise_exception('no') }}", {}))
     with pytest.raises(InvalidRequest) as caught:
-        await codec.encode_chat(MESSAGES)
+        await codec.encode_chat(Conversation(MESSAGES))
     assert [violation.field for violation in caught.value.violations] == ["chat"]
     await codec.close()
 
@@ -154,3 +156,71 @@ async def test_slow_tokenizer_is_converted_by_another_process(tmp_path: Path) ->
     assert await codec.encode_text("hell") == [model["vocab"]["he"], model["vocab"]["ll"]]
     assert Tokenizer.from_file(str(out)).get_vocab_size() == len(model["vocab"]) + 1
     await codec.close()
+
+
+TOOL_TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif -%}
+{%- for message in messages %}
+    {{- '<' + message.role + (' ' + message.name if message.name is defined else '') + '>' }}
+    {%- if message.reasoning_content and enable_thinking is not defined %}({{ message.reasoning_content }}){% endif %}
+    {%- if message.content is string %}{{- message.content | trim if trims is defined else message.content }}
+    {%- else %}{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '{' + call.function.name }}
+        {%- for key, value in call.function.arguments.items() %} {{ key }}={{ value }}{% endfor %}
+        {{- ('#' + call.id if call.id is defined else '') + '}' }}
+    {%- endfor %}
+    {{- '</' + message.role + '>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+NO_PARTS = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLS = [
+    {"role": "user", "content": "How is it in Bonn?", "name": "ann"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "I look.",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"days": 3}}}],
+    },
+    {"role": "tool", "content": "Rain é. ", "tool_call_id": "c1", "name": "weather"},
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        (CALLS, {"tools": [WEATHER]}),
+        (CALLS, {"tools": [WEATHER], "enable_thinking": False}),
+        (CALLS, {"add_generation_prompt": False}),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}),
+        ([*MESSAGES[:2], {"role": "assistant", "content": "It is "}], {"continue_final_message": True}),
+        ([*MESSAGES[:2], {"role": "assistant", "content": " It is "}], {"continue_final_message": True, "trims": 1}),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "a"}] * 2}], {"continue_final_message": True}),
+    ],
+)
+def test_tools_calls_parts_and_open_ends_are_rendered_as_transformers_does(
+    tmp_path: Path, messages: list[dict[str, object]], options: dict[str, Any]
+) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint(tmp_path / "m", {"chat_template": TOOL_TEMPLATE}))
+    adds = options.pop("add_generation_prompt", "continue_final_message" not in options)
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=adds, **options)
+    tools, is_open = options.pop("tools", ()), options.pop("continue_final_message", False)
+    ours = ChatTemplate(TOOL_TEMPLATE, {}).render(
+        messages,
+        tools=tools,
+        template_kwargs=options,
+        add_generation_prompt=adds,
+        continue_final_message=is_open,
+    )
+    assert ours == expected
+
+
+def test_a_template_that_takes_no_parts_gets_them_as_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatTemplate(NO_PARTS, {}).render([{"role": "user", "content": parts}]) == "<a\nb>"
+
+
+def test_a_message_that_the_template_leaves_out_cannot_be_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(ChatTemplateError, match="leaves the last message out"):
+        template.render([*MESSAGES[:2]], continue_final_message=True, add_generation_prompt=False)

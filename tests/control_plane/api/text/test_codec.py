@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import MAX_INLINE_CHARS, NUM_PLACES, TextCodec
+from control_plane.api.text.conversation import Conversation
 from control_plane.errors import ContextTooLong, Exhausted, InvalidRequest, TokenizerUnavailable
 from tests.control_plane.api.tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 
@@ -47,7 +48,7 @@ async def test_panic_of_the_tokenizer_names_the_field(
 ) -> None:
     for field, encoding in (
         ("text", codec.encode_text("a" * num_chars)),
-        ("chat", codec.encode_chat([{"role": "user", "content": "a" * num_chars}])),
+        ("chat", codec.encode_chat(Conversation([{"role": "user", "content": "a" * num_chars}]))),
     ):
         with pytest.raises(InvalidRequest, match="tokenizer cannot encode it; send token_ids") as caught:
             await encoding
@@ -77,7 +78,7 @@ async def test_ids_are_those_of_encode(make: Callable[[], Tokenizer], num_repeat
     codec = TextCodec(tokenizer, ChatRenderer("{{ messages[0].content }}", {}))
     assert await codec.encode_text(text) == tokenizer.encode(text).ids
     chat = [{"role": "user", "content": text}]
-    assert await codec.encode_chat(chat) == tokenizer.encode(text, add_special_tokens=False).ids
+    assert await codec.encode_chat(Conversation(chat)) == tokenizer.encode(text, add_special_tokens=False).ids
     await codec.close()
 
 
@@ -93,7 +94,7 @@ async def test_text_far_beyond_the_context_is_refused_by_its_length(codec: TextC
     too_long = "a" * 1_000_000
     for field, encoding in (
         ("text", codec.encode_text(too_long, max_model_len=4096)),
-        ("chat", codec.encode_chat([{"role": "user", "content": too_long}], max_model_len=4096)),
+        ("chat", codec.encode_chat(Conversation([{"role": "user", "content": too_long}]), max_model_len=4096)),
     ):
         with pytest.raises(ContextTooLong, match=r"1000000 characters, at least 250000 tokens; at most 4095") as caught:
             await encoding
@@ -170,6 +171,6 @@ async def test_template_that_does_not_compile_refuses_conversations_alone(tmp_pa
     codec = TextCodec.load(tmp_path, tmp_path / "unused.json")
     await codec.start()
     with pytest.raises(TokenizerUnavailable, match="chat template does not compile; send text or token_ids instead"):
-        await codec.encode_chat([{"role": "user", "content": "x"}])
+        await codec.encode_chat(Conversation([{"role": "user", "content": "x"}]))
     assert await codec.encode_text("he") == [byte_level_tokenizer().token_to_id("he")]
     await codec.close()
