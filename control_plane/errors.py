@@ -105,6 +105,18 @@ class OperationNotFound(MotetError):
     reason = "OPERATION_NOT_FOUND"
 
 
+class UploadNotFound(MotetError):
+    """No upload of the caller with that id can be continued."""
+
+    reason = "UPLOAD_NOT_FOUND"
+
+
+class UploadTakenOver(MotetError):
+    """Another call continues the upload that this call sent."""
+
+    reason = "UPLOAD_TAKEN_OVER"
+
+
 class AdapterNotActive(MotetError):
     """The adapter exists and cannot be used: it is being deleted or its record is broken."""
 
@@ -323,6 +335,8 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     AdapterNotFound: grpc.StatusCode.NOT_FOUND,
     AdapterNameTaken: grpc.StatusCode.ALREADY_EXISTS,
     OperationNotFound: grpc.StatusCode.NOT_FOUND,
+    UploadNotFound: grpc.StatusCode.NOT_FOUND,
+    UploadTakenOver: grpc.StatusCode.ABORTED,
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterVersionActive: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterVersionHeld: grpc.StatusCode.FAILED_PRECONDITION,

@@ -45,7 +45,10 @@ class UnaryCall(Generic[T]):
 
 
 class StreamedCall(Protocol[R]):
-    """A call whose request is a stream of messages. It may be made twice: a repetition changes nothing."""
+    """A call whose request is a stream of messages. It may be made twice: a repetition changes nothing.
+
+    Before each attempt `resumption` says what to ask the server first, and `resume` gets the response.
+    """
 
     method: str
     request_type: Any
@@ -53,7 +56,16 @@ class StreamedCall(Protocol[R]):
     failure: MotetError | None  # what broke on this side while the messages were made
 
     def messages(self) -> Iterator[Any]:
-        """The request, from its beginning."""
+        """The request, from its beginning or from where `resume` says."""
+
+    def resumption(self) -> UnaryCall[Any] | None:
+        """Asks how much of a broken attempt the server has. None: the call begins at its beginning."""
+
+    def resume(self, received: Any) -> None:
+        """Go on behind what the server has, as `resumption` reads it. None: it has nothing."""
+
+    def is_out_of_step(self, error: MotetError) -> bool:
+        """Whether an attempt that went on failed only because the server meanwhile has more or less; ask it again."""
 
     def read(self, response: Any) -> R:
         """What the caller gets."""

@@ -196,18 +196,39 @@ class Client:
             self._pauses.wait(delay_s, lambda: False)
 
     def upload(self, upload: StreamedCall[T], timeout_s: float) -> T:
-        """Send one upload. `adapters.register` prepares it from a directory, `adapters.push` from memory."""
+        """Send one upload. `adapters.register` prepares it from a directory, `adapters.push` from memory.
 
-        def send(channel: grpc.Channel, timeout_s: float) -> Any:
-            try:
-                method = calls.stream_method(channel, upload)
-                return method(upload.messages(), timeout=timeout_s, metadata=self._metadata())
-            except grpc.RpcError as error:
-                if upload.failure is not None:
-                    raise upload.failure from error
+        After a broken connection, a registration goes on where the server's copy ends.
+        """
+        attempts = self._attempts(timeout_s)
+
+        def send(channel: grpc.Channel, _timeout_s: float) -> Any:
+            while True:
+                self._resume(channel, upload, attempts)
+                try:
+                    method = calls.stream_method(channel, upload)
+                    return method(upload.messages(), timeout=attempts.remaining_s, metadata=self._metadata())
+                except grpc.RpcError as error:
+                    if upload.failure is not None:
+                        raise upload.failure from error
+                    if not upload.is_out_of_step(error_from_rpc(error)):
+                        raise
+
+        return upload.read(self._call(send, attempts, is_repeatable=True))
+
+    def _resume(self, channel: grpc.Channel, upload: StreamedCall[Any], attempts: Attempts) -> None:
+        """Ask the server what it has of the upload, if an attempt broke."""
+        if (call := upload.resumption()) is None:
+            return
+        try:
+            response = call.on(channel)(call.request, timeout=attempts.remaining_s, metadata=self._metadata())
+        except grpc.RpcError as error:
+            # An older server knows no such call, and a server that was started again no such upload.
+            if error.code() not in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED):
                 raise
-
-        return upload.read(self._call(send, self._attempts(timeout_s), is_repeatable=True))
+            upload.resume(None)
+        else:
+            upload.resume(call.read(response))
 
     def wait_operation(self, operation: operations_pb2.Operation, timeout_s: float) -> operations_pb2.Operation:
         """Wait until the operation has ended and return it.

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from motet.errors import InvalidArgument, MotetError, invalid_field
+from motet.calls import UnaryCall
+from motet.errors import InvalidArgument, MotetError, ServerError, invalid_field
 from motet.types import Adapter, AdapterVisibility, VersionRollout
 from motet.v1 import adapters_pb2
 from motet.wire import adapter_from, rollout_message, visibility_message
@@ -32,6 +33,7 @@ COMPANION_FILES = (
     "generation_config.json",
 )
 SIGNATURE_FILE = "model.sig"  # sent where the directory has one
+_MAX_STEPS_MISSED = 5  # times that the server is asked again because its files changed behind its response
 _PICKLE_FILE = "adapter_model.bin"
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -85,18 +87,51 @@ class AdapterUpload:
             rollout=rollout_message(rollout),
             validate_only=validate_only,
             request_id=uuid.uuid4().hex,
+            upload_id=uuid.uuid4().hex,
         )
+        self._was_sent = self._was_resumed = False
+        self._received = [0] * len(self._files)  # bytes of each file that the server has
+        self._num_steps_missed = 0
 
     def read(self, response: adapters_pb2.UploadAdapterResponse) -> Adapter:
         """What the caller gets."""
         return adapter_from(response.adapter)
 
+    def resumption(self) -> UnaryCall[list[int]] | None:
+        """Asks for the bytes of each file that the server has of an attempt before."""
+        if not self._was_sent:
+            return None
+        return UnaryCall(
+            method="/motet.v1.AdapterService/GetUpload",
+            request=adapters_pb2.GetUploadRequest(upload_id=self._header.upload_id),
+            response_type=adapters_pb2.GetUploadResponse,
+            read=lambda response: list(response.received_bytes),
+            is_repeatable=True,
+        )
+
+    def resume(self, received: Sequence[int] | None) -> None:
+        """Go on behind `received` bytes of each file. None: begin again."""
+        received = received or [0] * len(self._files)
+        sizes = [file.size_bytes for file in self._files]
+        if len(received) != len(sizes) or any(have > size for have, size in zip(received, sizes, strict=True)):
+            raise ServerError(f"the server has {list(received)} bytes of files of {sizes} bytes; send them again")
+        self._received = list(received)
+
+    def is_out_of_step(self, error: MotetError) -> bool:
+        """Whether an attempt was refused because the server has another number of bytes than it said before."""
+        fields = {violation.field for violation in error.field_violations} if isinstance(error, InvalidArgument) else ()
+        if not self._was_resumed or not {"chunk.offset", "chunk.file_index"} & set(fields):
+            return False
+        self._num_steps_missed += 1
+        return self._num_steps_missed <= _MAX_STEPS_MISSED
+
     def messages(self) -> Iterator[adapters_pb2.UploadAdapterRequest]:
-        """Header first, then chunks in order."""
+        """Header first, then the chunks that the server does not have, in order."""
+        self._was_resumed, self._was_sent = self._was_sent, True
         yield adapters_pb2.UploadAdapterRequest(header=self._header)
-        num_sent = 0
-        for file_index, file in enumerate(self._files):
-            for offset in range(0, file.size_bytes, CHUNK_BYTES):
+        num_sent = sum(self._received)
+        for file_index, (file, begin) in enumerate(zip(self._files, self._received, strict=True)):
+            for offset in range(begin, file.size_bytes, CHUNK_BYTES):
                 data = self._read(file, offset)
                 chunk = adapters_pb2.UploadChunk(file_index=file_index, offset=offset, data=data)
                 yield adapters_pb2.UploadAdapterRequest(chunk=chunk)

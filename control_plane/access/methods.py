@@ -44,6 +44,7 @@ REQUIREMENTS: Mapping[str, Requirement] = {
         "AdapterService",
         {
             "UploadAdapter": Role.ADAPTERS_WRITE,
+            "GetUpload": Role.ADAPTERS_WRITE,
             # It reads files of the server that the operator chose, and not the caller's.
             "CreateAdapter": Role.ADMIN,
             "GetAdapter": Role.ADAPTERS_READ,

@@ -40,6 +40,7 @@ from control_plane.errors import (
     PermissionDenied,
     SlowConsumer,
     Unauthenticated,
+    UploadNotFound,
     correlation_id_of,
 )
 
@@ -51,7 +52,15 @@ TICK_S = 0.5
 FAILED_CHANGES_PER_S = 20
 WRITE_TIMEOUT_S = 5.0  # how long a change that was made waits for its line to be on the disk
 INTERNAL, CANCELLED = "INTERNAL", "CANCELLED"  # reasons
-_DENIALS = (Unauthenticated, PermissionDenied, PathNotAllowed, AdapterNotFound, OperationNotFound, Exhausted)
+_DENIALS = (
+    Unauthenticated,
+    PermissionDenied,
+    PathNotAllowed,
+    AdapterNotFound,
+    OperationNotFound,
+    UploadNotFound,
+    Exhausted,
+)
 
 
 @dataclass(slots=True)

@@ -37,6 +37,11 @@ class TcpProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether bytes pass."""
+        return self._is_open.is_set()
+
     def freeze(self) -> None:
         """Pass nothing on; connections stay open."""
         self._is_open.clear()

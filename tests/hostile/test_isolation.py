@@ -116,6 +116,7 @@ def test_the_matrix_sees_the_difference_where_a_tenant_uses_its_own_values(world
         "Generate",
         "Embed",
         "Classify",
+        "GetUpload",
         "GetAdapter",
         "ListAdapterVersions",
         "ActivateAdapterVersion",

@@ -51,6 +51,16 @@ class AdapterPush:
             validate_only=validate_only,
         )
 
+    def resumption(self) -> None:
+        """A push is small: a broken one begins again."""
+
+    def resume(self, received: None) -> None:
+        """Never with anything."""
+
+    def is_out_of_step(self, error: MotetError) -> bool:  # noqa: ARG002 - of the protocol
+        """Never."""
+        return False
+
     def messages(self) -> Iterator[push_pb2.PushVersionRequest]:
         """Header first, then chunks in order."""
         yield push_pb2.PushVersionRequest(header=self._header)

@@ -258,7 +258,7 @@ class VersionVerification(_message.Message):
     def __init__(self, verdict: _Optional[_Union[VerificationVerdict, str]] = ..., tolerance: _Optional[float] = ..., largest_error: _Optional[float] = ..., largest_effect: _Optional[float] = ..., num_prompts: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., verify_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
-    __slots__ = ("adapter_id", "display_name", "labels", "files", "validate_only", "request_id", "visibility", "shared_with", "owner", "rollout")
+    __slots__ = ("adapter_id", "display_name", "labels", "files", "validate_only", "request_id", "visibility", "shared_with", "owner", "rollout", "upload_id")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,7 @@ class UploadHeader(_message.Message):
     SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_ID_FIELD_NUMBER: _ClassVar[int]
     adapter_id: str
     display_name: str
     labels: _containers.ScalarMap[str, str]
@@ -286,7 +287,8 @@ class UploadHeader(_message.Message):
     shared_with: _containers.RepeatedScalarFieldContainer[str]
     owner: str
     rollout: VersionRollout
-    def __init__(self, adapter_id: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., files: _Optional[_Iterable[_Union[UploadFile, _Mapping]]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., rollout: _Optional[_Union[VersionRollout, _Mapping]] = ...) -> None: ...
+    upload_id: str
+    def __init__(self, adapter_id: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., files: _Optional[_Iterable[_Union[UploadFile, _Mapping]]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., rollout: _Optional[_Union[VersionRollout, _Mapping]] = ..., upload_id: _Optional[str] = ...) -> None: ...
 
 class UploadFile(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256")
@@ -321,6 +323,18 @@ class UploadAdapterResponse(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     adapter: Adapter
     def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class GetUploadRequest(_message.Message):
+    __slots__ = ("upload_id",)
+    UPLOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    upload_id: str
+    def __init__(self, upload_id: _Optional[str] = ...) -> None: ...
+
+class GetUploadResponse(_message.Message):
+    __slots__ = ("received_bytes",)
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    received_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, received_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CreateAdapterRequest(_message.Message):
     __slots__ = ("adapter_id", "source", "display_name", "labels", "validate_only", "request_id", "visibility", "shared_with", "owner", "rollout")

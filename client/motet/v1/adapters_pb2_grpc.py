@@ -45,6 +45,11 @@ class AdapterServiceStub(object):
                 request_serializer=motet_dot_v1_dot_adapters__pb2.UploadAdapterRequest.SerializeToString,
                 response_deserializer=motet_dot_v1_dot_adapters__pb2.UploadAdapterResponse.FromString,
                 _registered_method=True)
+        self.GetUpload = channel.unary_unary(
+                '/motet.v1.AdapterService/GetUpload',
+                request_serializer=motet_dot_v1_dot_adapters__pb2.GetUploadRequest.SerializeToString,
+                response_deserializer=motet_dot_v1_dot_adapters__pb2.GetUploadResponse.FromString,
+                _registered_method=True)
         self.CreateAdapter = channel.unary_unary(
                 '/motet.v1.AdapterService/CreateAdapter',
                 request_serializer=motet_dot_v1_dot_adapters__pb2.CreateAdapterRequest.SerializeToString,
@@ -117,6 +122,14 @@ class AdapterServiceServicer(object):
         under a known name are a new version, which becomes the active one. A name that another tenant has gives
         PERMISSION_DENIED if the caller sees that adapter, and ALREADY_EXISTS if not. DEADLINE_EXCEEDED ends an upload that
         sends nothing for 30 seconds, or less than 64 KiB per second on average after the first 30 seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUpload(self, request, context):
+        """How much the server has of an upload with an upload_id, so that a further UploadAdapter can continue it. NOT_FOUND:
+        there is no such upload of this tenant and principal; it ended, expired, or was another server process's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,6 +226,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     request_deserializer=motet_dot_v1_dot_adapters__pb2.UploadAdapterRequest.FromString,
                     response_serializer=motet_dot_v1_dot_adapters__pb2.UploadAdapterResponse.SerializeToString,
             ),
+            'GetUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUpload,
+                    request_deserializer=motet_dot_v1_dot_adapters__pb2.GetUploadRequest.FromString,
+                    response_serializer=motet_dot_v1_dot_adapters__pb2.GetUploadResponse.SerializeToString,
+            ),
             'CreateAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateAdapter,
                     request_deserializer=motet_dot_v1_dot_adapters__pb2.CreateAdapterRequest.FromString,
@@ -301,6 +319,33 @@ class AdapterService(object):
             '/motet.v1.AdapterService/UploadAdapter',
             motet_dot_v1_dot_adapters__pb2.UploadAdapterRequest.SerializeToString,
             motet_dot_v1_dot_adapters__pb2.UploadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/motet.v1.AdapterService/GetUpload',
+            motet_dot_v1_dot_adapters__pb2.GetUploadRequest.SerializeToString,
+            motet_dot_v1_dot_adapters__pb2.GetUploadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,7 +39,7 @@ from control_plane.checks import (
     refuse,
     require,
 )
-from control_plane.errors import Unavailable
+from control_plane.errors import BaseModelMismatch, InvalidRequest, SignatureInvalid, Unavailable
 from control_plane.registry.catalog import versions_page
 from control_plane.registry.registry import Registry
 
@@ -94,7 +94,12 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                 self._life_cycle.check_registrable(registration)  # before gigabytes are received
                 files = await upload.receive()
                 await check_whole(context)
-                registered = await self._life_cycle.register(registration, files)
+                try:
+                    registered = await self._life_cycle.register(registration, files)
+                except (InvalidRequest, SignatureInvalid, BaseModelMismatch):
+                    upload.end()
+                    raise
+                upload.end()
                 change.digest = registered.digest
                 return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
 
@@ -106,6 +111,15 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                 adapters_pb2.UploadAdapterResponse,
                 field="header.request_id",
             )
+
+    async def GetUpload(
+        self, request: adapters_pb2.GetUploadRequest, _context: Context
+    ) -> adapters_pb2.GetUploadResponse:
+        """What came of one upload of the caller."""
+        if not request.upload_id:
+            raise refuse("upload_id", "is empty; give the header.upload_id of the upload")
+        require(check_request_id, request.upload_id, "upload_id")
+        return adapters_pb2.GetUploadResponse(received_bytes=self._uploads.received_bytes(request.upload_id))
 
     async def CreateAdapter(
         self, request: adapters_pb2.CreateAdapterRequest, _context: Context

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import shutil
 import tempfile
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
@@ -21,9 +20,11 @@ from motet.v1 import adapters_pb2
 from contract.ids import DIGEST_FORM, is_digest
 from control_plane.api.admin.disk_space import DiskSpace, Reservation, free_bytes_of
 from control_plane.api.admin.ownership import check_ownership
+from control_plane.api.admin.spools import Received, Spool, Spools, UploadKey
 from control_plane.api.rollout_fields import checked_version_rollout
 from control_plane.api.rpc.shared_limit import SharedLimit
 from control_plane.awake import AwakeClock, AwakeTimeout
+from control_plane.caller import current_caller
 from control_plane.checks import (
     Violations,
     check_adapter_id,
@@ -33,7 +34,7 @@ from control_plane.checks import (
     refuse,
 )
 from control_plane.directory_lock import PRIVATE
-from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
+from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted, UploadTakenOver
 from control_plane.registry.adapter_files import ALL_NAMES, COMPANION_LIMITS, PEFT, TRTLLM, names_error
 from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES
 from control_plane.signatures.verifier import SIGNATURE_FILE
@@ -72,19 +73,27 @@ class UploadReceiver:
         self._space = DiskSpace(lambda: free_bytes(directory))
         self._idle_timeout_s = idle_timeout_s
         self._clock = clock or AwakeClock()
+        self._spools = Spools(directory, clock=self._clock, max_tenant_bytes=max_adapter_bytes)
+
+    def received_bytes(self, upload_id: str) -> list[int]:
+        """What came of each file of the current caller's upload. Raises UploadNotFound."""
+        return self._spools.received_bytes(_key(upload_id))
 
     @contextlib.asynccontextmanager
     async def open(
         self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest], holder: Sequence[str]
     ) -> AsyncIterator[Upload]:
-        """An upload whose checked header was read. Its files exist until the block ends. `holder` as in `accept`."""
+        """An upload whose checked header was read. `holder` as in `accept`.
 
-        def size_of(header: adapters_pb2.UploadHeader) -> int:
+        Its files exist until the block ends; if it did not get to its end, they stay for a call that continues it.
+        """
+        async with contextlib.AsyncExitStack() as held:
+            messages, header = await self._begun(stream, holder, held)
             check_header(header, self._max_adapter_bytes)
-            return sum(file.size_bytes for file in header.files)
-
-        async with self.accept(stream, holder, size_of) as accepted:
-            yield Upload(accepted)
+            files = list(header.files)
+            spool = await held.enter_async_context(self._spools.held(_key(header.upload_id), files, messages.interrupt))
+            num_left = sum(file.size_bytes for file in files) - spool.num_bytes
+            yield Upload(header, messages, spool, self._reserve(num_left, held))
 
     @contextlib.asynccontextmanager
     async def accept(
@@ -96,18 +105,39 @@ class UploadReceiver:
         open uploads it takes. Raises Exhausted.
         """
         async with contextlib.AsyncExitStack() as held:
-            held.enter_context(self._places.place(holder))
-            messages = PacedMessages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
-            held.push_async_callback(messages.close)
-            first = await messages.next()
-            if first is None or first.WhichOneof("part") != "header":
-                raise refuse("header", "is missing; send the header as the first message of an upload")
-            size_bytes = size_of(first.header)
+            messages, header = await self._begun(stream, holder, held)
+            size_bytes = size_of(header)
             self._directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-            space = held.enter_context(self._space.reserved(size_bytes))
+            space = self._reserve(size_bytes, held)
             directory = Path(tempfile.mkdtemp(dir=self._directory, prefix="upload-"))
             held.callback(shutil.rmtree, directory, ignore_errors=True)
-            yield Accepted(first.header, messages, directory, space)
+            yield Accepted(header, messages, directory, space)
+
+    async def _begun(
+        self, stream: AsyncIterable[Any], holder: Sequence[str], held: contextlib.AsyncExitStack
+    ) -> tuple[PacedMessages, Any]:
+        """The messages behind the header, and the header as it came."""
+        held.enter_context(self._places.place(holder))
+        messages = PacedMessages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
+        held.push_async_callback(messages.close)
+        first = await messages.next()
+        if first is None or first.WhichOneof("part") != "header":
+            raise refuse("header", "is missing; send the header as the first message of an upload")
+        return messages, first.header
+
+    def _reserve(self, num_bytes: int, held: contextlib.AsyncExitStack) -> Reservation:
+        """Space on the disk, for which the oldest broken uploads go. Raises Exhausted."""
+        while True:
+            try:
+                return held.enter_context(self._space.reserved(num_bytes))
+            except Exhausted:
+                if not self._spools.remove_oldest():
+                    raise
+
+
+def _key(upload_id: str) -> UploadKey:
+    caller = current_caller()
+    return UploadKey(caller.tenant, caller.principal.name, upload_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +169,24 @@ class PacedMessages:
         self._clock = clock
         self._waited_s = 0.0
         self._received_bytes = 0
+        self._is_interrupted = False
+        self._waiting: asyncio.Task[Any] | None = None  # for the next message
+
+    def interrupt(self) -> None:
+        """Let the call that waits for a message, or will, end."""
+        self._is_interrupted = True
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     async def next(self) -> Any:
-        """The next message, None at the end of the stream. Raises DeadlineExceeded."""
+        """The next message, None at the end of the stream. Raises DeadlineExceeded, UploadTakenOver."""
+        if self._is_interrupted:
+            raise self._taken_over()
         allowed_s = GRACE_S + self._received_bytes / LEAST_BYTES_PER_S - self._waited_s
         if allowed_s <= 0:
             raise self._too_slow()
         begin_s = self._clock()
+        self._waiting = asyncio.current_task()
         try:
             async with AwakeTimeout(min(allowed_s, self._idle_timeout_s), self._clock):
                 message = await anext(self._messages)
@@ -155,10 +196,18 @@ class PacedMessages:
             if allowed_s < self._idle_timeout_s:
                 raise self._too_slow() from None
             raise DeadlineExceeded(f"no chunk came for {self._idle_timeout_s:g} s; start the upload again") from None
+        except asyncio.CancelledError:
+            if self._is_interrupted and self._waiting is not None and self._waiting.uncancel() == 0:
+                raise self._taken_over() from None
+            raise
         finally:
+            self._waiting = None
             self._waited_s += self._clock() - begin_s
         self._received_bytes += len(message.chunk.data)
         return message
+
+    def _taken_over(self) -> UploadTakenOver:
+        return UploadTakenOver("another call with this header.upload_id continues the upload")
 
     def _too_slow(self) -> DeadlineExceeded:
         return DeadlineExceeded(
@@ -175,21 +224,24 @@ class PacedMessages:
 class Upload:
     """One upload: `header` is checked, `receive` gets the files."""
 
-    def __init__(self, accepted: Accepted) -> None:
-        self.header: adapters_pb2.UploadHeader = accepted.header
-        self._messages = accepted.messages
-        self._directory = accepted.directory
-        self._space = accepted.space
+    def __init__(
+        self, header: adapters_pb2.UploadHeader, messages: PacedMessages, spool: Spool, space: Reservation
+    ) -> None:
+        self.header = header
+        self._messages = messages
+        self._spool = spool
+        self._space = space
 
     async def receive(self) -> dict[str, Path]:
         """The files by name, every byte as announced. Raises InvalidRequest, DigestMismatch, DeadlineExceeded."""
         paths = {}
         try:
             for index, file in enumerate(self.header.files):
-                paths[file.name] = path = self._directory / file.name
-                with path.open("wb") as out:
+                paths[file.name] = path = self._spool.directory / file.name
+                with path.open("ab") as out:
                     await self._receive_file(index, file, out)
         except OSError as error:
+            self._spool.is_ended = True  # how much of the last write is in the file is not known
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise Exhausted("the server ran out of disk space for this upload", retry_after_s=60.0) from error
             raise
@@ -199,37 +251,56 @@ class Upload:
             )
         return paths
 
+    def end(self) -> None:
+        """Nothing is left to continue: the files were registered, or refused for what they are."""
+        self._spool.is_ended = True
+
     async def _receive_file(self, index: int, file: adapters_pb2.UploadFile, out: IO[bytes]) -> None:
-        digest: Any = hashlib.sha256()
-        received = 0
+        received = self._spool.received[index]
         unwritten: list[bytes] = []  # chunks
         num_unwritten = 0  # their bytes
-        while received < file.size_bytes:
-            message = await self._messages.next()
-            if message is None:
-                raise refuse(
-                    f"header.files[{index}].size_bytes",
-                    f"the upload of {file.name} ended after {received} of {file.size_bytes} bytes; send it again",
-                )
-            if message.WhichOneof("part") != "chunk":
-                raise refuse("header", "appears twice; send it once, then chunks")
-            _check_chunk(message.chunk, index, received, file)
-            unwritten.append(message.chunk.data)
-            num_unwritten += len(message.chunk.data)
-            received += len(message.chunk.data)
-            if num_unwritten >= _WRITE_BYTES or received == file.size_bytes:
-                await asyncio.to_thread(_write, out, digest, unwritten)
-                self._space.use(num_unwritten)
-                unwritten, num_unwritten = [], 0
-        if digest.hexdigest() != file.sha256:
+        try:
+            while (num_received := received.num_bytes + num_unwritten) < file.size_bytes:
+                message = await self._messages.next()
+                if message is None:
+                    raise refuse(
+                        f"header.files[{index}].size_bytes",
+                        f"the upload of {file.name} ended after {num_received} of {file.size_bytes} bytes; "
+                        "send it again",
+                    )
+                if message.WhichOneof("part") != "chunk":
+                    raise refuse("header", "appears twice; send it once, then chunks")
+                _check_chunk(message.chunk, index, num_received, file)
+                unwritten.append(message.chunk.data)
+                num_unwritten += len(message.chunk.data)
+                if num_unwritten >= _WRITE_BYTES:
+                    chunks, unwritten, num_unwritten = unwritten, [], 0
+                    await self._write(out, received, chunks)
+        finally:
+            if unwritten:  # also of a call that broke: the next one continues behind them
+                await self._write(out, received, unwritten)
+        if received.digest.hexdigest() != file.sha256:
+            self._spool.is_ended = True
             raise DigestMismatch(f"{file.name}: the bytes that arrived do not have the announced sha256; send it again")
 
+    async def _write(self, out: IO[bytes], received: Received, chunks: list[bytes]) -> None:
+        """Write the chunks whole, also if the call is cancelled meanwhile."""
+        writing = asyncio.ensure_future(asyncio.to_thread(_write, out, received, chunks))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            if not writing.done():
+                await asyncio.wait([writing])
+            if writing.exception() is None:
+                self._space.use(sum(map(len, chunks)))
 
-def _write(out: IO[bytes], digest: Any, chunks: list[bytes]) -> None:
+
+def _write(out: IO[bytes], received: Received, chunks: list[bytes]) -> None:
     for chunk in chunks:
         out.write(chunk)
-        digest.update(chunk)
+        received.digest.update(chunk)
     out.flush()
+    received.num_bytes += sum(map(len, chunks))
 
 
 def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> None:
@@ -239,6 +310,7 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     check_display_name(header.display_name, "header.display_name", violations)
     check_labels(header.labels, "header.labels", violations)
     check_request_id(header.request_id, "header.request_id", violations)
+    check_request_id(header.upload_id, "header.upload_id", violations)
     check_ownership(header, "header.", violations)
     checked_version_rollout(header, "header.", violations)
     if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million

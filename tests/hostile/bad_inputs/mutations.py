@@ -106,6 +106,7 @@ def _sources(facts: Facts) -> list[tuple[str, tuple[bytes, ...]]]:
     described: dict[str, Any] = {"display_name": "M", "labels": labels, "validate_only": True, "request_id": "r"}
     calls = {
         "CreateAdapter": pb.CreateAdapterRequest(adapter_id="mutant", source=f"{ROOT_NAME}/good", **described),
+        "GetUpload": pb.GetUploadRequest(upload_id="mutant"),
         "GetAdapter": pb.GetAdapterRequest(name=name),
         "ListAdapters": pb.ListAdaptersRequest(page_size=10, page_token="a"),
         "UpdateAdapter": pb.UpdateAdapterRequest(adapter=adapter, update_mask=mask),

@@ -31,7 +31,7 @@ UNARY = {
     **{
         f"{ADAPTERS}{name}": getattr(adapters_pb2, f"{name}Request")
         for name in (
-            *("CreateAdapter", "GetAdapter", "ListAdapters", "UpdateAdapter", "ListAdapterVersions"),
+            *("CreateAdapter", "GetUpload", "GetAdapter", "ListAdapters", "UpdateAdapter", "ListAdapterVersions"),
             *("ActivateAdapterVersion", "PinAdapter", "UnpinAdapter", "DeleteAdapter", "DeleteAdapterVersion"),
         )
     },

@@ -70,6 +70,7 @@ def _headers(files: dict[str, bytes]) -> Iterator[Case]:
         ("display_name", ["d" * 257, "é" * 129]),
         ("labels", [{key: "x"} for key in names.BAD_LABEL_KEYS] + [{f"k{index}": "" for index in range(65)}]),
         ("request_id", names.BAD_REQUEST_IDS),
+        ("upload_id", names.BAD_REQUEST_IDS),
         ("owner", names.BAD_OWNERS),
         ("visibility", [4, -1]),
         (

@@ -157,6 +157,7 @@ _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] 
     "Embed": _embed,
     "Classify": _classify,
     "UploadAdapter": _upload,
+    "GetUpload": lambda things, _files: [[adapters_pb2.GetUploadRequest(upload_id=things.upload_id)]],
     "PushVersion": _push,
     # Of a version that nobody has, so that no process starts.
     "VerifyVersion": lambda things, _files: [

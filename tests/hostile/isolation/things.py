@@ -26,6 +26,7 @@ class Things:
     operation_id: str  # of the deletion of a third version
     running_request_id: str  # of a generation that runs
     upload_request_id: str  # of the upload of `adapter_id`
+    upload_id: str  # of an upload that broke and can be continued
     display_name: str
     label_key: str
     label_value: str

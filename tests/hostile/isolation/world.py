@@ -180,6 +180,9 @@ class World:
         former = register(adapter_id, 1)
         upload_request_id = f"{word}-upload-1"
         register(adapter_id, 2, request_id=upload_request_id)
+        upload_id = f"{word}-upload-2"
+        broken = matrix.upload(self.adapter_files(first_seed + 2), adapter_id, upload_id=upload_id)[:-1]
+        assert self.call(key, f"{ADAPTERS}UploadAdapter", broken).code is grpc.StatusCode.INVALID_ARGUMENT
         shared = register(f"{word}-shared", 3, visibility="ADAPTER_VISIBILITY_SHARED", shared_with=[f"{word}-friend"])
         reserved = register(f"{word}.reserved", 4)
         version = adapters_pb2.DeleteAdapterVersionRequest(
@@ -209,6 +212,7 @@ class World:
             operation_id=operation.name.removeprefix("operations/"),
             running_request_id=running,
             upload_request_id=upload_request_id,
+            upload_id=upload_id,
             display_name=f"{word} display",
             label_key=f"{word}-key",
             label_value=f"{word}-value",
