@@ -90,6 +90,11 @@ class Spools:
         self._kept: OrderedDict[UploadKey, Spool] = OrderedDict()  # Invariant: in order of expiry
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def num_running(self) -> int:
+        """Calls with an upload_id that hold a spool."""
+        return len(self._running)
+
     def received_bytes(self, key: UploadKey) -> list[int]:
         """What came of each file of a broken or running upload. Raises UploadNotFound."""
         self._expire()

@@ -48,7 +48,7 @@ IDLE_TIMEOUT_S = 30.0
 GRACE_S = 30.0
 LEAST_BYTES_PER_S = 64 * 2**10
 # Chunks go to the disk when so many bytes have come together: every write costs a change of threads.
-_WRITE_BYTES = 256 * 2**10
+WRITE_BYTES = 256 * 2**10
 
 
 class UploadReceiver:
@@ -73,11 +73,11 @@ class UploadReceiver:
         self._space = DiskSpace(lambda: free_bytes(directory))
         self._idle_timeout_s = idle_timeout_s
         self._clock = clock or AwakeClock()
-        self._spools = Spools(directory, clock=self._clock, max_tenant_bytes=max_adapter_bytes)
+        self.spools = Spools(directory, clock=self._clock, max_tenant_bytes=max_adapter_bytes)
 
     def received_bytes(self, upload_id: str) -> list[int]:
         """What came of each file of the current caller's upload. Raises UploadNotFound."""
-        return self._spools.received_bytes(_key(upload_id))
+        return self.spools.received_bytes(_key(upload_id))
 
     @contextlib.asynccontextmanager
     async def open(
@@ -91,7 +91,7 @@ class UploadReceiver:
             messages, header = await self._begun(stream, holder, held)
             check_header(header, self._max_adapter_bytes)
             files = list(header.files)
-            spool = await held.enter_async_context(self._spools.held(_key(header.upload_id), files, messages.interrupt))
+            spool = await held.enter_async_context(self.spools.held(_key(header.upload_id), files, messages.interrupt))
             num_left = sum(file.size_bytes for file in files) - spool.num_bytes
             yield Upload(header, messages, spool, self._reserve(num_left, held))
 
@@ -131,7 +131,7 @@ class UploadReceiver:
             try:
                 return held.enter_context(self._space.reserved(num_bytes))
             except Exhausted:
-                if not self._spools.remove_oldest():
+                if not self.spools.remove_oldest():
                     raise
 
 
@@ -273,7 +273,7 @@ class Upload:
                 _check_chunk(message.chunk, index, num_received, file)
                 unwritten.append(message.chunk.data)
                 num_unwritten += len(message.chunk.data)
-                if num_unwritten >= _WRITE_BYTES:
+                if num_unwritten >= WRITE_BYTES:
                     chunks, unwritten, num_unwritten = unwritten, [], 0
                     await self._write(out, received, chunks)
         finally:

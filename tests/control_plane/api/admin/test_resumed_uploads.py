@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from motet import AsyncClient, Client, uploads
 from motet.v1 import adapters_pb2
 
 from control_plane.api.admin import upload as server_upload
-from control_plane.api.admin.spools import Spools
 from tests.control_plane.api.admin.calls import adapters, refused
 from tests.control_plane.api.fakes import Api
 from tests.fakes.tcp_proxy import TcpProxy
@@ -48,15 +45,13 @@ class Cutter:
                 await asyncio.sleep(0.005)
             self._thresholds.pop(0)
             self.proxy.cut()
-            while self._api.uploads._spools._running:
+            while self._api.uploads.spools.num_running:
                 await asyncio.sleep(0.005)
             self.on_disk.append(self._num_bytes())
             self._begin = self.on_disk[-1] - self.num_passed
             if self._restarts:
-                shutil.rmtree(self._api.uploads_dir)
-                self._api.uploads._spools = Spools(
-                    self._api.uploads_dir, clock=self._api.uploads._clock, max_tenant_bytes=4 << 20
-                )
+                while self._api.uploads.spools.remove_oldest():  # a start leaves nothing either
+                    pass
             self.proxy.thaw()
 
     def _num_bytes(self) -> int:
@@ -66,7 +61,7 @@ class Cutter:
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(uploads, "CHUNK_BYTES", 32 * KIB)
-    monkeypatch.setattr(server_upload, "_WRITE_BYTES", 1)
+    monkeypatch.setattr(server_upload, "WRITE_BYTES", 1)
     made = tmp_path / "adapter"
     made.mkdir()
     for name, data in DATA.items():
@@ -105,7 +100,7 @@ async def test_upload_goes_on_where_the_connection_broke(api: Api, directory: Pa
     assert cutter.on_disk == sorted(cutter.on_disk)
     assert len(cutter.on_disk) == len(thresholds)
     assert sent[-1] == total
-    assert all(after > 0 and after > before - 2 * SLACK for before, after in itertools.pairwise(sent))
+    assert {have + uploads.CHUNK_BYTES for have in cutter.on_disk} <= set(sent), "progress goes on from there"
     assert not list(api.uploads_dir.iterdir())
 
 
