@@ -224,7 +224,10 @@ class AsyncClient:
             await self._pauses.wait(delay_s, attempts)
 
     async def upload(self, upload: StreamedCall[T], timeout_s: float) -> T:
-        """Send one upload. `adapters.register` prepares it from a directory, `adapters.push` from memory."""
+        """Send one upload. `adapters.register` prepares it from a directory, `adapters.push` from memory.
+
+        After a broken connection, a registration goes on where the server's copy ends.
+        """
         # In a thread with a blocking client: where the server refuses early and a write fails because of that, grpc.aio
         # reports the failed write ("Internal error from Core") in place of the server's status.
         security: dict[str, Any] = self._security.arguments()
