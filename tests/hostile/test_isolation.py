@@ -130,6 +130,30 @@ def test_the_matrix_sees_the_difference_where_a_tenant_uses_its_own_values(world
     }
 
 
+def test_nobody_continues_an_upload_of_another_tenant(world: World) -> None:
+    """With the id, the files and the offset of the other tenant's broken upload, a call begins at its own beginning."""
+    upload_id = f"{WORD}-continued"
+    get = adapters_pb2.GetUploadRequest(upload_id=upload_id)
+
+    def stream(adapter_id: str) -> list[Any]:
+        return matrix.upload(world.adapter_files(98), adapter_id, upload_id=upload_id, validate_only=True)
+
+    def received(key: str) -> list[int]:
+        response = world.taken(key, f"{ADAPTERS}GetUpload", get)
+        return list(response.received_bytes)
+
+    header, config, *weights = stream(world.other.adapter_id)
+    assert world.call(WORD, UPLOAD, [header, config]).code is grpc.StatusCode.INVALID_ARGUMENT
+    before = received(WORD)
+    assert before == [len(config.chunk.data), 0]
+
+    stolen = world.call("acme", UPLOAD, [stream("acme-thief")[0], *weights])
+    assert stolen.code is grpc.StatusCode.INVALID_ARGUMENT and "file 0 is not complete" in stolen.message
+    assert world.call("acme", f"{ADAPTERS}GetUpload", [get]).code is grpc.StatusCode.NOT_FOUND
+    assert received(WORD) == before
+    assert world.call(WORD, UPLOAD, [header, *weights]).code is grpc.StatusCode.OK, "its owner continues it"
+
+
 READS = [
     (f"{ADAPTERS}ListAdapters", adapters_pb2.ListAdaptersRequest()),
     (f"{ADAPTERS}ListAdapters", adapters_pb2.ListAdaptersRequest(page_size=1)),

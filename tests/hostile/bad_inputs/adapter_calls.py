@@ -43,6 +43,7 @@ def cases(facts: Facts) -> Iterator[Case]:
     yield from _changes(facts.good_digest)
     yield from _rollouts(facts.good_digest)
     yield from _sources()
+    yield from _uploads()
 
 
 def call(
@@ -252,3 +253,12 @@ def _sources() -> Iterator[Case]:
     ):
         yield call("CreateAdapter", create, {"source": f"{ROOT_NAME}/{source}"})
     yield call("CreateAdapter", create, {"source": f"{ROOT_NAME}/good"}, code=OK)
+
+
+def _uploads() -> Iterator[Case]:
+    for upload_id in ["", *names.BAD_REQUEST_IDS]:
+        yield call("GetUpload", pb.GetUploadRequest(), {"upload_id": upload_id})
+    for upload_id in names.GOOD_REQUEST_IDS:  # that nobody used
+        yield call(
+            "GetUpload", pb.GetUploadRequest(), {"upload_id": upload_id}, code=NOT_FOUND, reason="UPLOAD_NOT_FOUND"
+        )

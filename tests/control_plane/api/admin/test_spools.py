@@ -14,7 +14,7 @@ from control_plane.access.principal import Principal, Role
 from control_plane.api.admin import spools
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.caller import Caller, acting_as
-from control_plane.errors import InvalidRequest, UploadNotFound, UploadTakenOver
+from control_plane.errors import DigestMismatch, InvalidRequest, UploadNotFound, UploadTakenOver
 from control_plane.registry.peft.ingest import FILE_NAMES
 from tests.control_plane.api.admin.test_upload import MIB, PEER, Clock, chunk, header, receiver_of
 
@@ -58,6 +58,23 @@ async def test_further_call_sends_only_what_is_missing(tmp_path: Path) -> None:
         paths = await upload.receive()
         assert paths[WEIGHTS].read_bytes() == bytes(MIB)
         upload.end()
+    assert num_spools(tmp_path) == 0
+    with pytest.raises(UploadNotFound):
+        receiver.received_bytes("u")
+
+
+async def test_resumed_bytes_that_are_not_the_announced_ones_fail_by_digest_and_leave_nothing(tmp_path: Path) -> None:
+    """The digest is that of the whole file: bytes of the first call and of the second one."""
+    receiver = receiver_of(tmp_path, Clock())
+    await broken(receiver, "u")
+
+    async def other_bytes() -> AsyncIterator[adapters_pb2.UploadAdapterRequest]:
+        yield named("u")
+        yield chunk(1, 1000, bytes(MIB - 1001) + b"x")
+
+    with pytest.raises(DigestMismatch, match=f"{WEIGHTS}: the bytes that arrived do not have the announced sha256"):
+        async with receiver.open(other_bytes(), PEER) as upload:
+            await upload.receive()
     assert num_spools(tmp_path) == 0
     with pytest.raises(UploadNotFound):
         receiver.received_bytes("u")
@@ -149,7 +166,7 @@ async def test_all_tenants_together_have_bounded_bytes(tmp_path: Path) -> None:
         receiver.received_bytes("u")
 
 
-async def test_kept_files_give_way_to_an_upload_that_needs_the_disk(tmp_path: Path) -> None:
+async def test_kept_files_are_removed_for_an_upload_that_needs_the_disk(tmp_path: Path) -> None:
     def free_bytes(directory: Path) -> int:
         return (65 * MIB + 2) if not list(directory.iterdir()) or len(list(directory.iterdir())) < 2 else 0
 
