@@ -47,7 +47,7 @@ class UnaryCall(Generic[T]):
 class StreamedCall(Protocol[R]):
     """A call whose request is a stream of messages. It may be made twice: a repetition changes nothing.
 
-    Before each attempt `resumption` says what to ask the server first, and `resume` gets the response.
+    Before each attempt the client sends the call that `resumption` returns, and gives the response to `resume`.
     """
 
     method: str
@@ -59,13 +59,16 @@ class StreamedCall(Protocol[R]):
         """The request, from its beginning or from where `resume` says."""
 
     def resumption(self) -> UnaryCall[Any] | None:
-        """Asks how much of a broken attempt the server has. None: the call begins at its beginning."""
+        """The call that returns how much of a broken attempt the server has. None: the call begins at its beginning."""
 
     def resume(self, received: Any) -> None:
         """Go on behind what the server has, as `resumption` reads it. None: it has nothing."""
 
     def is_out_of_step(self, error: MotetError) -> bool:
-        """Whether an attempt that went on failed only because the server meanwhile has more or less; ask it again."""
+        """Whether a continued attempt failed only because the server has more or less than it reported before.
+
+        Then the call of `resumption` is due once more.
+        """
 
     def read(self, response: Any) -> R:
         """What the caller gets."""

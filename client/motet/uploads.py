@@ -33,7 +33,7 @@ COMPANION_FILES = (
     "generation_config.json",
 )
 SIGNATURE_FILE = "model.sig"  # sent where the directory has one
-_MAX_STEPS_MISSED = 5  # times that the server is asked again because its files changed behind its response
+_MAX_STEPS_MISSED = 5  # further GetUpload calls because the server's files changed after its response
 _PICKLE_FILE = "adapter_model.bin"
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -98,7 +98,7 @@ class AdapterUpload:
         return adapter_from(response.adapter)
 
     def resumption(self) -> UnaryCall[list[int]] | None:
-        """Asks for the bytes of each file that the server has of an attempt before."""
+        """The call that returns how many bytes of each file the server has from an earlier attempt."""
         if not self._was_sent:
             return None
         return UnaryCall(

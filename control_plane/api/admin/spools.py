@@ -61,11 +61,6 @@ class Spool:
         """What came of all files."""
         return sum(received.num_bytes for received in self.received)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every byte came."""
-        return self.num_bytes == sum(file.size_bytes for file in self.files)
-
     def remove(self) -> None:
         """Delete the files."""
         shutil.rmtree(self.directory, ignore_errors=True)
