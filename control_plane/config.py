@@ -94,6 +94,20 @@ class ServerConfig:
     redis_tls: RedisTls = group(RedisTls)
     host_cache: str = setting("redis, or memory for machines without redis-py", "redis", choices=HOST_CACHES)
     host_cache_bytes: int = setting("budget of the host cache", 2 << 30, unit="bytes", parse=byte_size, lowest=0)
+    task_cache_bytes: int = setting(
+        "weights of LoRA tasks in this process's memory; 0 turns task ids off",
+        256 << 20,
+        unit="bytes",
+        parse=byte_size,
+        lowest=0,
+    )
+    task_cache_memory_share: float | None = setting(
+        "instead of --task-cache-bytes: part of the memory that is free at the start, up to 1",
+        None,
+        unit="a share",
+        shown_default="none",
+        lowest=0.0,
+    )
     dtype: str = setting(
         "element type of weights, the same on every worker: auto, float32, bfloat16 or float16",
         "auto",
@@ -230,6 +244,10 @@ class ServerConfig:
             raise ConfigError(str(error)) from error
         if (reason := why_no_checkpoint(self.model_dir)) is not None:
             raise ConfigError(f"--model: {reason}")
+        if (self.task_cache_memory_share or 0.0) > 1.0:
+            raise ConfigError(
+                f"--task-cache-memory-share: is {self.task_cache_memory_share:g}; give a value from 0 to 1"
+            )
         self._check_urls()
         self._check_roots()
         self.fleet_settings()

@@ -93,10 +93,22 @@ class AdapterNotFound(MotetError):
         self.resource = resource  # "adapters/{id}"
 
 
+class LoraTaskNotCached(AdapterNotFound):
+    """The caller's tenant has no LoRA task of that id in the cache, or not with those weights."""
+
+    reason = "LORA_TASK_NOT_CACHED"
+
+
 class AdapterNameTaken(MotetError):
     """The name belongs to an adapter of another tenant, of which the caller learns nothing else."""
 
     reason = "NAME_TAKEN"
+
+
+class LoraTaskTaken(AdapterNameTaken):
+    """The LoRA task is cached with other weights, which stay."""
+
+    reason = "LORA_TASK_TAKEN"
 
 
 class OperationNotFound(MotetError):

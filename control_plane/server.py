@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -30,12 +29,11 @@ from motet.v1.status import LimitStatus
 
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import control_plane_ready
-from contract.redaction import redacted, redacted_url
+from contract.redaction import redacted
 from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
 from control_plane.access.authentication.assembly import open_authenticator
 from control_plane.access.authenticator import Authenticator
-from control_plane.access.name_prefixes import NamePrefixes
 from control_plane.access.settings import AccessSettings
 from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
@@ -54,24 +52,20 @@ from control_plane.api.generation import service as generation
 from control_plane.api.pooling import service as pooling
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
-from control_plane.api.text.adapter_texts import check_template
 from control_plane.audit.audit_log import AuditLog, open_audit_log
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
-from control_plane.directory_lock import PRIVATE, DirectoryInUse, DirectoryLock
+from control_plane.directory_lock import DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
 from control_plane.fleet.assembly import assemble
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
 from control_plane.host_cache.weights import AdapterWeights
-from control_plane.host_cache_setup import open_host_cache
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
-from control_plane.registry.packing.ingest_pool import IngestPool
 from control_plane.registry.registry import Registry
-from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.store import StoreUrlError
+from control_plane.setup.storage import open_storage, uploads_in
+from control_plane.setup.tasks import open_tasks
 from control_plane.signatures.verifier import open_verifier
-from control_plane.store_calls import StoreCalls
 from control_plane.text_setup import adapter_texts, start_codec
 from control_plane.version_services import push_part, verification_part
 
@@ -152,13 +146,13 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     """Everything, started and listening; `stack` ends it."""
     max_connections = descriptors.make_room(config.max_connections)
     _lock_data_dir(config.data_dir, stack)
-    audit, uploads_dir = _open_audit_log(config, stack), config.data_dir / "uploads"
+    audit = _open_audit_log(config, stack)
     base_model = await _read_base_model(config)
     codec, base_model = await start_codec(config, base_model, stack)
     reports = await _open_reports(config, base_model, stack)
     fleet_settings = config.fleet_settings()
-    prefixes = fleet_settings.tenants.name_prefixes
-    registry, weights = await _open_storage(config, base_model, reports, uploads_dir, prefixes, stack)
+    tenants = fleet_settings.tenants
+    registry, weights, task_cache = await open_storage(config, base_model, reports, tenants, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher(on_read=audit.file_read)
     transport, authenticator = _open(open_transport, config, watcher), await _authenticator(config, watcher, stack)
@@ -173,9 +167,10 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         operations=operation_store,
         audit=audit,
         signatures=_open(open_verifier, config, watcher),
-        max_pinned_bytes=lambda tenant: fleet_settings.tenants.limits_of(tenant).max_pinned_bytes,
+        has_task=task_cache.has_digest,
+        max_pinned_bytes=lambda tenant: tenants.limits_of(tenant).max_pinned_bytes,
     )
-    gate, uploads = DrainGate(), UploadReceiver(uploads_dir, max_adapter_bytes=config.max_adapter_bytes)
+    gate, uploads = DrainGate(), UploadReceiver(uploads_in(config), max_adapter_bytes=config.max_adapter_bytes)
     adapter_service = adapters.AdapterService(
         registry=registry,
         life_cycle=life_cycle,
@@ -189,11 +184,11 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint)
     texts = adapter_texts(codec, weights, stack)
     parts: Any = {"codec": codec, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
-    generation_service = generation.GenerationService(model=facts, served=reports, texts=texts, **parts)
+    tasks = open_tasks(config, task_cache, life_cycle, fleet, reports, base_model, uploads, audit)
+    generation_service = generation.GenerationService(model=facts, served=reports, texts=texts, tasks=tasks, **parts)
     pooling_service = pooling.PoolingService(model=facts, served=reports, **parts)
     status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
-    health_service, reporter = _report_on(fleet, reports)
-    health_part = (health_pb2_grpc.add_HealthServicer_to_server, health_service)
+    health_part, reporter = _report_on(fleet, reports)
     _offer(
         clients,
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
@@ -225,14 +220,14 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     return ControlPlane(client_address, worker_address, fleet, drain, audit)
 
 
-def _report_on(fleet: Fleet, reports: WorkerReports) -> tuple[health.HealthService, health.HealthReporter]:
-    """The health of the server, and what workers report, follow the fleet from now on."""
+def _report_on(fleet: Fleet, reports: WorkerReports) -> tuple[tuple[Any, object], health.HealthReporter]:
+    """The health of the server, and what workers report, follow the fleet from now on. Returns the service to offer."""
     service = health.HealthService()
     reporter = health.HealthReporter(service, lambda: fleet.num_workers > 0)
     reporter.start()
     fleet.on_workers_changed(reporter.on_workers_changed)
     fleet.on_workers_changed(lambda: reports.update(fleet.reports()))
-    return service, reporter
+    return (health_pb2_grpc.add_HealthServicer_to_server, service), reporter
 
 
 def _roots(config: ServerConfig, stack: contextlib.AsyncExitStack) -> AdapterRoots:
@@ -379,45 +374,6 @@ async def _open_reports(config: ServerConfig, base_model: BaseModel, stack: cont
     reports = await asyncio.to_thread(WorkerReports, file, limit=base_model.max_model_len)
     stack.push_async_callback(reports.close)
     return reports
-
-
-async def _open_storage(
-    config: ServerConfig,
-    base_model: BaseModel,
-    reports: WorkerReports,
-    uploads_dir: Path,
-    prefixes: NamePrefixes,
-    stack: contextlib.AsyncExitStack,
-) -> tuple[Registry, AdapterWeights]:
-    """The store with its registry, locked for this server, and the host cache in front of it."""
-    try:
-        store = ArtifactStore(config.store_url, is_exclusive=config.exclusive_store)
-    except StoreUrlError as error:
-        raise ConfigError(f"--store: {error}") from error
-    calls = StoreCalls(timeout_s=config.store_timeout_s)
-    stack.callback(calls.close)
-    scratch_dir = config.data_dir / "scratch"
-    registry = await Registry.open(
-        store=store,
-        base_model=base_model,
-        calls=calls,
-        max_adapter_bytes=config.max_adapter_bytes,
-        reports=reports,
-        scratch_dir=scratch_dir,
-        prefixes=prefixes,
-        pool=IngestPool(),
-        check_template=check_template,
-    )
-    stack.push_async_callback(registry.close)
-    num_adapters = registry.stats().num_registered
-    store_url = redacted_url(config.store_url)
-    sentence = f"{num_adapters} adapter{'' if num_adapters == 1 else 's'} registered in {store_url}"
-    logger.info("store url=%s num_adapters=%d", store_url, num_adapters, extra=shown(sentence))
-    for directory in (uploads_dir, scratch_dir):
-        shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
-        directory.mkdir(mode=PRIVATE)
-    cache = await open_host_cache(config, stack)
-    return registry, AdapterWeights(cache, store, calls, is_wanted=registry.is_named)
 
 
 async def _restore(life_cycle: AdapterLifeCycle) -> None:

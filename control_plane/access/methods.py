@@ -37,8 +37,8 @@ def _of(file: object, service: str, requirements: Mapping[str, Requirement]) -> 
 
 
 REQUIREMENTS: Mapping[str, Requirement] = {
-    **_of(generation_pb2, "GenerationService", {"Generate": Role.INFER}),
     **_of(pooling_pb2, "PoolingService", {"Embed": Role.INFER, "Classify": Role.INFER}),
+    **_of(generation_pb2, "GenerationService", {"Generate": Role.INFER, "GenerateWithTask": Role.ADAPTERS_WRITE}),
     **_of(
         adapters_pb2,
         "AdapterService",
@@ -89,6 +89,9 @@ REQUIREMENTS: Mapping[str, Requirement] = {
     **_of(plan_pb2, "WorkerService", {"Attach": Anyone.WORKER, "FetchAdapter": Anyone.WORKER}),
 }
 
+# Roles that a method needs beside the one in REQUIREMENTS.
+ALSO_NEEDED: Mapping[str, Role] = {"/motet.v1.GenerationService/GenerateWithTask": Role.INFER}
+
 
 def is_open(method: str) -> bool:
     """Whether clients without a credential may call `method`, "/package.Service/Method"."""
@@ -100,8 +103,9 @@ def require_allowed(method: str, principal: Principal) -> None:
     requirement = REQUIREMENTS.get(method)
     if requirement is None:
         raise PermissionDenied(f"no role is allowed to call {method}")
-    if isinstance(requirement, Role) and requirement not in principal.roles:
-        raise PermissionDenied(
-            f"{method.rpartition('/')[2]} needs the role {requirement.value!r}, which this credential does not have; "
-            "use one that has it, or ask the operator of the server"
-        )
+    for role in (requirement, ALSO_NEEDED.get(method)):
+        if isinstance(role, Role) and role not in principal.roles:
+            raise PermissionDenied(
+                f"{method.rpartition('/')[2]} needs the role {role.value!r}, which this credential does not have; "
+                "use one that has it, or ask the operator of the server"
+            )

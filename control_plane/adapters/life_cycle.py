@@ -8,8 +8,10 @@ connections. What only reads goes to the registry, which also judges what the ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ from control_plane.errors import AdapterNotActive
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
+from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.records import AdapterRecord, Registered
 from control_plane.registry.registry import Registry
 from control_plane.registry.versions.early_versions import Publish
@@ -83,8 +86,13 @@ class AdapterLifeCycle:
         audit: AuditLog | None = None,
         signatures: SignatureVerifier | None = None,
         max_pinned_bytes: Callable[[str], int | None] = lambda _tenant: None,
+        has_task: Callable[[str], bool] = lambda _digest: False,
     ) -> None:
-        """`audit`: None for lines of the process log alone. `signatures`: None if they are not looked at."""
+        """`audit`: None for lines of the process log alone. `signatures`: None if they are not looked at.
+
+        `has_task`: whether a LoRA task has the weights of this digest.
+        """
+        self._has_task = has_task
         self._signatures = signatures or SignatureVerifier()
         self._audit = audit or AuditLog()
         self._registry = registry
@@ -151,6 +159,13 @@ class AdapterLifeCycle:
     def check_registrable(self, registration: Registration) -> None:
         """Raise what registering would raise whatever the files: a name that is another tenant's, for example."""
         self._registry.check_registrable(registration.adapter_id, registration.ownership)
+
+    @contextlib.asynccontextmanager
+    async def packed(self, files: Mapping[str, Path]) -> AsyncIterator[PackedInfo]:
+        """The files packed, with the checks of `register` and without a name. They are removed when the block ends."""
+        check_files = partial(self._check_signature, current_caller().tenant, False)
+        async with self._registry.packer.packed(files, threading.Event(), check_files) as packed:
+            yield packed
 
     def _check_signature(
         self, tenant: str, may_change: bool, files: Mapping[str, Path], copies: Path
@@ -294,7 +309,7 @@ class AdapterLifeCycle:
 
         async def work() -> None:
             try:
-                await self._clear_digest(digest)
+                await self.clear_digest(digest)
                 await self._registry.finish_delete_version(digest)
             finally:
                 del self._deletions[adapter_id, digest]
@@ -307,16 +322,19 @@ class AdapterLifeCycle:
         """Take a name that is being deleted, and its versions, out of every tier."""
         await self._pins.forget(adapter_id)
         for digest in digests:
-            await self._clear_digest(digest)
+            await self.clear_digest(digest)
         await self._registry.finish_delete(adapter_id)
         logger.info("adapter deleted adapter_id=%s num_digests=%d", adapter_id, len(digests))
 
-    async def _clear_digest(self, digest: str) -> None:
-        """Take weights out of slots and host cache, unless a name has them. A name may get them at any moment."""
-        if not self._registry.is_named(digest):
+    async def clear_digest(self, digest: str) -> None:
+        """Take weights out of slots and host cache, unless a name or a task has them. These may get them again."""
+        if not self._is_wanted(digest):
             await self._fleet.unload(digest)
-        if not self._registry.is_named(digest):
+        if not self._is_wanted(digest):
             await self._weights.drop(digest)
+
+    def _is_wanted(self, digest: str) -> bool:
+        return self._registry.is_named(digest) or self._has_task(digest)
 
 
 def shown_placements(record: AdapterRecord, *, is_cached: bool, worker_ids: tuple[str, ...]) -> Placements:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 UPLOAD = "adapter.upload"
 PUSH = "adapter.push"
 VERIFY = "adapter.verify"
+SEND_TASK = "lora_task.send"
 CREATE = "adapter.create"
 UPDATE = "adapter.update"
 ACTIVATE = "adapter.activate"
@@ -34,6 +35,7 @@ CHANGES: Mapping[str, str] = {
     "/motet.v1.AdapterService/UploadAdapter": UPLOAD,
     "/motet.v1.PushService/PushVersion": PUSH,
     "/motet.v1.VerificationService/VerifyVersion": VERIFY,
+    "/motet.v1.GenerationService/GenerateWithTask": SEND_TASK,
     "/motet.v1.AdapterService/CreateAdapter": CREATE,
     "/motet.v1.AdapterService/UpdateAdapter": UPDATE,
     "/motet.v1.AdapterService/ActivateAdapterVersion": ACTIVATE,

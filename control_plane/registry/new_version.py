@@ -50,7 +50,7 @@ def registered(
             labels=dict(described.labels),
             state=AdapterState.ACTIVE,
             state_reason="",
-            versions=(_version(packed, base_model, 1, now_s, described.source),),
+            versions=(version_of_packed(packed, base_model, 1, now_s, described.source),),
             active_digest=packed.digest,
             is_pinned=False,
             create_time_s=now_s,
@@ -92,11 +92,14 @@ def _with_version(
             retry_after_s=60.0,
         )
     number = record.last_number + 1
-    version = _version(packed, base_model, number, now_s, source)
+    version = version_of_packed(packed, base_model, number, now_s, source)
     return replace(record, versions=(version, *record.versions), last_number=number)
 
 
-def _version(packed: PackedInfo, base_model: BaseModel, number: int, now_s: float, source: str) -> AdapterVersion:
+def version_of_packed(
+    packed: PackedInfo, base_model: BaseModel, number: int, now_s: float, source: str = ""
+) -> AdapterVersion:
+    """The version that packed files make."""
     return AdapterVersion(
         digest=packed.digest,
         kind=packed.kind,

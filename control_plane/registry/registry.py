@@ -86,7 +86,7 @@ class Registry:
         self._calls = calls
         self._catalog = catalog
         self.when_changed, self.names_of = catalog.when_changed, catalog.names_of  # see Catalog
-        self._packer = packer
+        self.packer = packer  # also packs what gets no name
         self._blobs = BlobWriter(store, calls, catalog)
         self._documents = Documents(store, calls, catalog)
         self._changes = Changes(calls)
@@ -140,7 +140,7 @@ class Registry:
         with the process.
         """
         has_ended = await self._changes.close()
-        await self._packer.close()
+        await self.packer.close()
         if has_ended:
             try:
                 await self._calls.read(self._store.close)
@@ -306,7 +306,7 @@ class Registry:
         validate_only: bool,
         check_files: CheckFiles,
     ) -> Registered:
-        async with self._packer.packed(files, is_abandoned, check_files) as packed:
+        async with self.packer.packed(files, is_abandoned, check_files) as packed:
             if validate_only:
                 return self._registered(description, ownership, packed)
             locks = self._changes.locks

@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from motet.v1 import adapters_pb2 as _adapters_pb2
 from motet.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -22,7 +23,7 @@ COMBINATION_CAT: Combination
 COMBINATION_LINEAR: Combination
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority", "preconditions", "adapters", "combination", "routing_key")
+    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority", "preconditions", "adapters", "combination", "lora_task_id", "routing_key")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +39,7 @@ class GenerateRequest(_message.Message):
     PRECONDITIONS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     COMBINATION_FIELD_NUMBER: _ClassVar[int]
+    LORA_TASK_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter: str
@@ -54,8 +56,9 @@ class GenerateRequest(_message.Message):
     preconditions: Preconditions
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterUse]
     combination: Combination
+    lora_task_id: int
     routing_key: str
-    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ..., preconditions: _Optional[_Union[Preconditions, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterUse, _Mapping]]] = ..., combination: _Optional[_Union[Combination, str]] = ..., routing_key: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ..., preconditions: _Optional[_Union[Preconditions, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterUse, _Mapping]]] = ..., combination: _Optional[_Union[Combination, str]] = ..., lora_task_id: _Optional[int] = ..., routing_key: _Optional[str] = ...) -> None: ...
 
 class AdapterUse(_message.Message):
     __slots__ = ("name", "digest", "scale")
@@ -75,6 +78,28 @@ class Preconditions(_message.Message):
     prompt_sha256: str
     def __init__(self, model_fingerprint: _Optional[str] = ..., prompt_sha256: _Optional[str] = ...) -> None: ...
 
+class GenerateWithTaskHeader(_message.Message):
+    __slots__ = ("request", "files")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    request: GenerateRequest
+    files: _containers.RepeatedCompositeFieldContainer[_adapters_pb2.UploadFile]
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., files: _Optional[_Iterable[_Union[_adapters_pb2.UploadFile, _Mapping]]] = ...) -> None: ...
+
+class GenerateWithTaskRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: GenerateWithTaskHeader
+    chunk: _adapters_pb2.UploadChunk
+    def __init__(self, header: _Optional[_Union[GenerateWithTaskHeader, _Mapping]] = ..., chunk: _Optional[_Union[_adapters_pb2.UploadChunk, _Mapping]] = ...) -> None: ...
+
+class GenerateWithTaskResponse(_message.Message):
+    __slots__ = ("response",)
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    response: GenerateResponse
+    def __init__(self, response: _Optional[_Union[GenerateResponse, _Mapping]] = ...) -> None: ...
+
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
     STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -86,7 +111,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerationStarted, _Mapping]] = ..., delta: _Optional[_Union[GenerationDelta, _Mapping]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ...) -> None: ...
 
 class GenerationStarted(_message.Message):
-    __slots__ = ("request_id", "adapter", "adapter_digest", "sampling", "stopping", "prompt_tokens", "cached_tokens", "queue_time", "decoding", "prompt_logprobs", "tenant", "model_fingerprint", "prompt_sha256", "render_time", "adapters")
+    __slots__ = ("request_id", "adapter", "adapter_digest", "sampling", "stopping", "prompt_tokens", "cached_tokens", "queue_time", "decoding", "prompt_logprobs", "tenant", "model_fingerprint", "prompt_sha256", "render_time", "adapters", "lora_task_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +127,7 @@ class GenerationStarted(_message.Message):
     PROMPT_SHA256_FIELD_NUMBER: _ClassVar[int]
     RENDER_TIME_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    LORA_TASK_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter: str
     adapter_digest: str
@@ -117,7 +143,8 @@ class GenerationStarted(_message.Message):
     prompt_sha256: str
     render_time: _timestamp_pb2.Timestamp
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterUse]
-    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., tenant: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., prompt_sha256: _Optional[str] = ..., render_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterUse, _Mapping]]] = ...) -> None: ...
+    lora_task_id: int
+    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., tenant: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., prompt_sha256: _Optional[str] = ..., render_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterUse, _Mapping]]] = ..., lora_task_id: _Optional[int] = ...) -> None: ...
 
 class GenerationDelta(_message.Message):
     __slots__ = ("index", "token_offset", "token_ids", "text", "completion_tokens", "logprobs")

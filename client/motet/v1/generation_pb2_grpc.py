@@ -40,6 +40,11 @@ class GenerationServiceStub(object):
                 request_serializer=motet_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=motet_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateWithTask = channel.stream_stream(
+                '/motet.v1.GenerationService/GenerateWithTask',
+                request_serializer=motet_dot_v1_dot_generation__pb2.GenerateWithTaskRequest.SerializeToString,
+                response_deserializer=motet_dot_v1_dot_generation__pb2.GenerateWithTaskResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -55,6 +60,17 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateWithTask(self, request_iterator, context):
+        """Sends the weights of a LoRA task and a request that uses them: a header, then the files' chunks in order, then the end
+        of the client's side; the responses are those of Generate. Later requests name the task by Generate's lora_task_id alone,
+        until the task is no longer cached. Limits and time limits of the files are those of UploadAdapter. The same weights
+        again are fine; ALREADY_EXISTS: the task is cached with other weights, which stay. Needs the roles infer and
+        adapters.write.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +78,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=motet_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=motet_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateWithTask': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateWithTask,
+                    request_deserializer=motet_dot_v1_dot_generation__pb2.GenerateWithTaskRequest.FromString,
+                    response_serializer=motet_dot_v1_dot_generation__pb2.GenerateWithTaskResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +113,33 @@ class GenerationService(object):
             '/motet.v1.GenerationService/Generate',
             motet_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             motet_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateWithTask(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/motet.v1.GenerationService/GenerateWithTask',
+            motet_dot_v1_dot_generation__pb2.GenerateWithTaskRequest.SerializeToString,
+            motet_dot_v1_dot_generation__pb2.GenerateWithTaskResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -81,17 +81,19 @@ class UploadReceiver:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest], holder: Sequence[str]
+        self, stream: AsyncIterable[Any], holder: Sequence[str], check: Callable[[Any], str] | None = None
     ) -> AsyncIterator[Upload]:
         """An upload whose checked header was read. `holder` as in `accept`.
 
         Its files exist until the block ends; if it did not get to its end, they stay for a call that continues it.
+        `check` checks a header with `files` and returns the upload_id, "" if no call can continue it. None: the headers
+        are those of UploadAdapter.
         """
         async with contextlib.AsyncExitStack() as held:
             messages, header = await self._begun(stream, holder, held)
-            check_header(header, self._max_adapter_bytes)
+            upload_id = (check or self._checked_upload_id)(header)
             files = list(header.files)
-            spool = await held.enter_async_context(self.spools.held(_key(header.upload_id), files, messages.interrupt))
+            spool = await held.enter_async_context(self.spools.held(_key(upload_id), files, messages.interrupt))
             num_left = sum(file.size_bytes for file in files) - spool.num_bytes
             yield Upload(header, messages, spool, self._reserve(num_left, held))
 
@@ -112,6 +114,10 @@ class UploadReceiver:
             directory = Path(tempfile.mkdtemp(dir=self._directory, prefix="upload-"))
             held.callback(shutil.rmtree, directory, ignore_errors=True)
             yield Accepted(header, messages, directory, space)
+
+    def _checked_upload_id(self, header: adapters_pb2.UploadHeader) -> str:
+        check_header(header, self._max_adapter_bytes)
+        return header.upload_id
 
     async def _begun(
         self, stream: AsyncIterable[Any], holder: Sequence[str], held: contextlib.AsyncExitStack
@@ -224,9 +230,8 @@ class PacedMessages:
 class Upload:
     """One upload: `header` is checked, `receive` gets the files."""
 
-    def __init__(
-        self, header: adapters_pb2.UploadHeader, messages: PacedMessages, spool: Spool, space: Reservation
-    ) -> None:
+    def __init__(self, header: Any, messages: PacedMessages, spool: Spool, space: Reservation) -> None:
+        """`header`: has the `files`, whatever else it has."""
         self.header = header
         self._messages = messages
         self._spool = spool
@@ -313,12 +318,20 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     check_request_id(header.upload_id, "header.upload_id", violations)
     check_ownership(header, "header.", violations)
     checked_version_rollout(header, "header.", violations)
-    if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million
+    check_listed_files(header.files, max_adapter_bytes, violations)
+    violations.raise_if_any()
+
+
+def check_listed_files(
+    files: Sequence[adapters_pb2.UploadFile], max_adapter_bytes: int, violations: Violations
+) -> None:
+    """Add a violation for everything that is wrong with `header.files`."""
+    if len(files) > MAX_LISTED_FILES:  # before they are read: there may be a million
         expected = ", or ".join(" and ".join(known.required) for known in (PEFT, TRTLLM))
-        violations.add("header.files", f"has {len(header.files)} files; send {expected}, each once")
-        violations.raise_if_any()
-    names = [file.name for file in header.files if file.name != SIGNATURE_FILE]
-    for index, file in enumerate(header.files[: len(ALL_NAMES) + 2]):
+        violations.add("header.files", f"has {len(files)} files; send {expected}, each once")
+        return
+    names = [file.name for file in files if file.name != SIGNATURE_FILE]
+    for index, file in enumerate(files[: len(ALL_NAMES) + 2]):
         if file.name not in (*ALL_NAMES, SIGNATURE_FILE):
             expected = " and ".join(PEFT.required)
             violations.add(
@@ -338,10 +351,10 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
             violations.add(f"header.files[{index}].sha256", f"is not a valid SHA-256: {DIGEST_FORM}")
         if file.size_bytes == 0:
             violations.add(f"header.files[{index}].size_bytes", "is 0; send a file that is not empty")
-    wrong = names_error(names) or (len(names) < len(header.files) - 1 and f"has {SIGNATURE_FILE} twice; send it once")
+    wrong = names_error(names) or (len(names) < len(files) - 1 and f"has {SIGNATURE_FILE} twice; send it once")
     if wrong and not violations:
         violations.add("header.files", wrong)
-    total = sum(file.size_bytes for file in header.files)
+    total = sum(file.size_bytes for file in files)
     if total > max_adapter_bytes:
         violations.add(
             "header.files",
@@ -349,7 +362,6 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
             "with save_embedding_layers=False, without which PEFT stores the base's weight beside adapters on "
             "embedding and head",
         )
-    violations.raise_if_any()
 
 
 def _check_chunk(chunk: adapters_pb2.UploadChunk, index: int, received: int, file: adapters_pb2.UploadFile) -> None:

@@ -46,14 +46,25 @@ class CheckedUses:
     uses: tuple[CheckedUse, ...] = ()
     combination: Combination = Combination.CAT
     is_list: bool = False  # they are in `adapters`
+    task_id: int | None = None  # a LoRA task, instead of adapters
+    task_digest: str = ""  # the weights that the task must have; empty: any
+
+    @property
+    def is_base_model(self) -> bool:
+        return not self.uses and self.task_id is None
 
 
 def check_uses(request: generation_pb2.GenerateRequest, violations: Violations) -> CheckedUses:
     """The adapters as plain values. Adds a violation for everything that is wrong with them."""
     if request.adapter_digest:
         check_digest(request.adapter_digest, "adapter_digest", violations)
-        if not request.adapter:
+        if not request.adapter and not request.HasField("lora_task_id"):
             violations.add("adapter_digest", "is set without adapter; name the adapter too")
+    if request.HasField("lora_task_id"):
+        for field in ("adapter", "adapters", "combination"):
+            if getattr(request, field):
+                violations.add("lora_task_id", f"is set together with {field}; name an adapter or a LoRA task")
+        return CheckedUses(task_id=request.lora_task_id, task_digest=request.adapter_digest)
     if request.combination not in _COMBINATIONS:
         violations.add("combination", f"{request.combination} is not known; use CAT or LINEAR")
         return CheckedUses()
@@ -149,6 +160,8 @@ _NAMES = {
 
 def named_uses(checked: CheckedUses, resolved: Sequence[ResolvedAdapter]) -> list[generation_pb2.AdapterUse]:
     """The adapters of the request with their full names and the versions that are used."""
+    if checked.task_id is not None:
+        return [generation_pb2.AdapterUse(name=each.adapter_id, digest=each.ref.digest, scale=1.0) for each in resolved]
     return [
         generation_pb2.AdapterUse(name=f"adapters/{each.adapter_id}", digest=each.ref.digest, scale=use.scale)
         for each, use in zip(resolved, checked.uses, strict=True)

@@ -252,6 +252,7 @@ class ResponseStream:
                 adapter=self._adapters[0].name if len(self._adapters) == 1 else "",
                 adapter_digest=self._adapters[0].digest if len(self._adapters) == 1 else "",
                 adapters=self._adapters if checked.adapters.is_list else (),
+                lora_task_id=checked.adapters.task_id,
                 sampling=sampling_message(checked.sampling, self._vocab_size),
                 stopping=types_pb2.StoppingParams(
                     max_tokens=self._request.max_tokens,

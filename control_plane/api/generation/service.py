@@ -7,10 +7,11 @@ is sent before the first token: initial metadata would commit the RPC and switch
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from control_plane.api.generation.request import (
 )
 from control_plane.api.generation.response_stream import ResponseStream, parts_of
 from control_plane.api.generation.sampling_params import set_defaults
+from control_plane.api.generation.task_source import TaskSource
 from control_plane.api.text.adapter_texts import AdapterTexts
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
@@ -85,7 +87,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         draw_request_id: Callable[[], str] = _random_request_id,
         audit: AuditLog | None = None,
+        tasks: TaskSource | None = None,
     ) -> None:
+        """`tasks`: None where requests cannot name LoRA tasks."""
+        self._tasks = tasks
         self._audit = audit or AuditLog()
         self._model = model
         self._served = served
@@ -105,10 +110,34 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             raise NoWorker("no worker has attached yet, so the longest context is not known; try again in a moment")
         return length
 
-    async def Generate(  # noqa: N802 - the stub's name
+    # ruff: noqa: N802 - the stubs name the methods
+
+    def Generate(
         self, message: generation_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Stream one generation."""
+        responses = self._responses(message, context)
+        if self._tasks is None or not message.HasField("lora_task_id"):
+            return responses
+        return self._tasks.kept(message.lora_task_id, responses)
+
+    async def GenerateWithTask(
+        self, request_iterator: AsyncIterator[generation_pb2.GenerateWithTaskRequest], context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateWithTaskResponse]:
+        """Receive weights, then stream one generation with them."""
+        self._gate.check()
+        if self._tasks is None:
+            raise refuse("header.request.lora_task_id", "is set, and this server caches no LoRA tasks")
+        async with (
+            self._tasks.received(request_iterator) as message,
+            contextlib.aclosing(self._responses(message, context)) as responses,
+        ):
+            async for response in responses:
+                yield generation_pb2.GenerateWithTaskResponse(response=response)
+
+    async def _responses(
+        self, message: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         arrival_s = self._clock()
         remaining_s = context.time_remaining()
         self._gate.check()
@@ -130,10 +159,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         max_model_len = self._max_model_len(max((each.ref.context_length for each in resolved), default=0))
         render_time_s = self._render_time_s(checked)
         prompt = await self._prompt_token_ids(checked, text.codec, account, render_time_s, max_model_len, vocab_size)
-        resolved = [
-            self._resolved_anew(adapter, key=None if use.names_version else key)
-            for adapter, use in zip(resolved, checked.adapters.uses, strict=True)
-        ]
+        resolved = self._resolved_anew(checked, resolved, key)
         if len(resolved) == 1:
             require_vocabulary(vocab_size, resolved[0].ref.vocab_size or self._model.vocab_size)
         require_text(named, resolved)
@@ -168,8 +194,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 for response in stream.finished_by_resume():
                     yield response
                 return
-            for adapter in resolved:
-                self._resolved_anew(adapter, key=None)
+            self._resolved_anew(checked, resolved, key=None)
             job = record.job = self._fleet.submit(request)
             try:
                 async for event in job:
@@ -189,6 +214,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     def _resolved(self, checked: CheckedRequest, key: str) -> list[ResolvedAdapter]:
         """The versions of the adapters; none for the base model. Raises AdapterNotFound or PermissionDenied."""
         uses = checked.adapters.uses
+        if checked.adapters.task_id is not None:
+            if self._tasks is None:
+                raise refuse("lora_task_id", "is set, and this server caches no LoRA tasks; name an adapter")
+            return [self._tasks.resolve(checked.adapters.task_id, checked.adapters.task_digest)]
         if not uses and not current_caller().principal.may_use(""):
             raise PermissionDenied("adapter: this credential may not use the base model; name an adapter")
         return [self._registry.resolve(use.adapter_id, use.digest, selector=use.selector, key=key) for use in uses]
@@ -199,6 +228,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         They do for several adapters. For one that is not known the checks that follow say what is wrong.
         """
         named, digest = message.adapter, message.adapter_digest
+        if message.HasField("lora_task_id") and self._tasks is not None:
+            try:
+                return self._tasks.resolve(message.lora_task_id, digest)
+            except MotetError:
+                return None
         if len(message.adapters) == 1:
             named, digest = message.adapters[0].name, message.adapters[0].digest
         if not named:
@@ -209,12 +243,24 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         except MotetError:
             return None
 
-    def _resolved_anew(self, resolved: ResolvedAdapter, *, key: str | None) -> ResolvedAdapter:
-        """`resolved` again, after other tasks had a turn of the event loop, if that version still exists.
+    def _resolved_anew(
+        self, checked: CheckedRequest, resolved: Sequence[ResolvedAdapter], key: str | None
+    ) -> list[ResolvedAdapter]:
+        """`resolved` again, after other tasks had a turn of the event loop, where those versions still exist.
 
-        A version that was deleted meanwhile must not be loaded again: raises AdapterNotFound. With a key, the client
-        named no version, and if the adapter has another one for the key, that one is taken.
+        A version that was deleted meanwhile must not be loaded again: raises AdapterNotFound. With a key: where the
+        client named no version, and the adapter has another one for the key, that one is taken. The weights of a LoRA
+        task stay as long as the request runs.
         """
+        uses = checked.adapters.uses
+        if not uses:
+            return list(resolved)
+        return [
+            self._version_anew(adapter, None if use.names_version else key)
+            for adapter, use in zip(resolved, uses, strict=True)
+        ]
+
+    def _version_anew(self, resolved: ResolvedAdapter, key: str | None) -> ResolvedAdapter:
         try:
             return self._registry.resolve(resolved.adapter_id, resolved.ref.digest)
         except AdapterNotFound:

@@ -119,6 +119,21 @@ def _classify(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
     ]
 
 
+def task(files: dict[str, bytes], **fields: Any) -> list[Message]:
+    """The messages of a request that brings the weights of LoRA task 7."""
+    listed = [
+        adapters_pb2.UploadFile(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for name, data in files.items()
+    ]
+    header = generation_pb2.GenerateWithTaskHeader(request=generate(lora_task_id=7, **fields), files=listed)
+    messages: list[Message] = [generation_pb2.GenerateWithTaskRequest(header=header)]
+    for index, data in enumerate(files.values()):
+        for offset in range(0, len(data), 65536):
+            piece = {"file_index": index, "offset": offset, "data": data[offset : offset + 65536]}
+            messages.append(generation_pb2.GenerateWithTaskRequest(chunk=piece))
+    return messages
+
+
 def _update(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
     adapter = {"name": f"adapters/{things.adapter_id}", "labels": {"a": "b"}, "display_name": "d"}
     everything = ["labels", "display_name", "visibility", "shared_with", "owner"]
@@ -156,6 +171,7 @@ _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] 
     "Generate": _generate,
     "Embed": _embed,
     "Classify": _classify,
+    "GenerateWithTask": lambda _things, files: [task(files, request_id="mine")],
     "UploadAdapter": _upload,
     "GetUpload": lambda things, _files: [[adapters_pb2.GetUploadRequest(upload_id=things.upload_id)]],
     "PushVersion": _push,

@@ -1,0 +1,1 @@
+"""Parts of the control plane that take some building; called by server.py."""
