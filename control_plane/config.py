@@ -367,5 +367,5 @@ def from_args(namespace: argparse.Namespace) -> ServerConfig:
 
 def _shown(value: object) -> str:
     if isinstance(value, tuple):
-        return ",".join(f"{name}={path}" for name, path in value) or "none"
+        return ",".join(part if isinstance(part, str) else "=".join(map(str, part)) for part in value) or "none"
     return shown_value(value)

@@ -48,6 +48,14 @@ def test_start_reports_the_settings_that_were_changed(model_dir: Path, monkeypat
     assert "dtype=auto" in config.describe()
 
 
+def test_start_reports_roots_and_hosts(model_dir: Path) -> None:
+    roots = ["--adapter-root", "models=hf://acme", "--adapter-root", f"team={model_dir}"]
+    config = parse(model_dir, *roots, "--hub-host", "cdn.example:8443", "--hub-host", ".hub.example")
+    line = config.describe(only_changed=True)
+    assert f"adapter_roots=models=hf://acme,team={model_dir}" in line
+    assert "hub_hosts=cdn.example:8443,.hub.example" in line
+
+
 def test_environment_gives_the_default_and_a_flag_wins(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTET_MAX_WAITING_REQUESTS", "7")
     monkeypatch.setenv("MOTET_REDIS_URL", "unix:///run/redis.sock")
