@@ -230,19 +230,30 @@ class Client:
         else:
             upload.resume(call.read(response))
 
-    def wait_operation(self, operation: operations_pb2.Operation, timeout_s: float) -> operations_pb2.Operation:
+    def wait_operation(
+        self,
+        operation: operations_pb2.Operation,
+        timeout_s: float,
+        on_state: Callable[[operations_pb2.Operation], None] | None = None,
+    ) -> operations_pb2.Operation:
         """Wait until the operation has ended and return it.
+
+        `on_state` gets the operation as it was given, and after every further look at it.
 
         Raises the error that the operation ended with, or DeadlineExceeded if it has not ended in time.
         """
         deadline_s = self._clock() + check_timeout_s(timeout_s)
         num_polls = 0
+        if on_state is not None:
+            on_state(operation)
         while not operation.done:
             if self._clock() >= deadline_s:
                 raise DeadlineExceeded(f"{operation.name} has not ended within timeout_s={timeout_s:g}; it goes on")
             self._pauses.wait(calls.poll_interval_s(num_polls), lambda: False)
             operation = self.send(calls.get_operation(operation.name))
             num_polls += 1
+            if on_state is not None:
+                on_state(operation)
         calls.check_operation(operation)
         return operation
 

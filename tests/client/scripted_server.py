@@ -162,6 +162,7 @@ class ScriptedServer(
         self.upload_error: Callable[[grpc.ServicerContext], NoReturn] | None = None
         self.unary_error: Callable[[grpc.ServicerContext], NoReturn] | None = None
         self.num_polls_until_done = 2
+        self.downloads: deque[tuple[int, int]] = deque()  # bytes done and in all, at each look at a registration
         self.operation_error: rpc_status_pb2.Status | None = None
         self.status = status_pb2.GetStatusResponse()
         self._pool = ThreadPoolExecutor(max_workers=8)
@@ -300,18 +301,33 @@ class ScriptedServer(
         self.requests.append(request)
         if self.unary_error is not None:
             self.unary_error(context)
-        operation = operations_pb2.Operation(name="operations/2", done=True)
-        operation.response.Pack(make_adapter(request.adapter_id))
+        operation = operations_pb2.Operation(name=f"operations/create-{request.adapter_id}", done=not self.downloads)
+        if operation.done:
+            operation.response.Pack(make_adapter(request.adapter_id, registration=self.registration))
         return operation
 
     def GetOperation(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.requests.append(request)
+        if self.downloads:
+            return self._download(request.name)
         self.num_polls_until_done -= 1
         operation = operations_pb2.Operation(name=request.name, done=self.num_polls_until_done <= 0)
         if operation.done and self.operation_error is not None:
             operation.error.CopyFrom(self.operation_error)
         elif operation.done:
             operation.response.Pack(empty_pb2.Empty())
+        return operation
+
+    def _download(self, name: str) -> Any:
+        bytes_done, bytes_total = self.downloads.popleft()
+        operation = operations_pb2.Operation(name=name, done=not self.downloads)
+        operation.metadata.Pack(
+            adapters_pb2.AdapterOperationMetadata(bytes_done=bytes_done, bytes_total=bytes_total, phase="download")
+        )
+        if operation.done and self.operation_error is not None:
+            operation.error.CopyFrom(self.operation_error)
+        elif operation.done:
+            operation.response.Pack(make_adapter(name.removeprefix("operations/create-")))
         return operation
 
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:

@@ -298,6 +298,28 @@ def test_register_from_root_reads_the_adapter_of_the_operation(server: ScriptedS
     assert len(request_ids) == 2 and all(len(request_id) == 32 for request_id in request_ids)
 
 
+def test_register_from_root_shows_how_much_was_downloaded(server: ScriptedServer, driver: Driver) -> None:
+    server.downloads.extend([(0, 0), (0, 900), (300, 900), (300, 900), (900, 900), (900, 900)])
+    progress: list[tuple[int, int]] = []
+    adapter = driver.run(
+        lambda client: client.adapters.register_from_root(
+            "pirate", "hub/pirate", progress=lambda done, total: progress.append((done, total))
+        )
+    )
+    assert adapter.id == "pirate"
+    assert progress == [(0, 900), (300, 900), (900, 900)], "each state once, and none before the size is known"
+
+
+def test_a_progress_callback_that_fails_ends_the_wait(server: ScriptedServer, driver: Driver) -> None:
+    server.downloads.extend([(1, 2)] * 9)
+
+    def fail(_done: int, _total: int) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        driver.run(lambda client: client.adapters.register_from_root("pirate", "hub/pirate", progress=fail))
+
+
 def test_status_is_read(server: ScriptedServer, driver: Driver) -> None:
     server.status.model.name = "tiny"
     server.status.workers.add(worker_id="w0", num_blocks=64)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import grpc
 import pytest
+from google.rpc import status_pb2
 from motet.cli import exits
 from motet.cli.main import main
 from motet.v1 import adapters_pb2
@@ -102,6 +104,50 @@ def test_adapters_add_says_which_version_is_active_and_which_was(
         assert printed == f"checked pirate, nothing was stored; registering would give: {wanted}\n"
     else:
         assert printed == line + "\n"
+
+
+@pytest.mark.parametrize(
+    "argv", [["--from", "hub/pirate@v1", "pirate"], ["pirate", "--from", "hub/pirate@v1"]], ids=["before", "behind"]
+)
+def test_adapters_add_from_a_root_prints_a_line_for_each_tenth(
+    server: ScriptedServer, capsys: Capture, argv: list[str]
+) -> None:
+    server.downloads.extend([(0, 0), *((done << 20, 100 << 20) for done in (0, 5, 25, 26, 100))])
+    options = ["--label", "team=sea", "--share-with", "labs", "--keep-active", "--check"]
+    assert motet(server, "adapters", "add", *argv, *options) == 0
+    created = server.requests[0]
+    assert (created.adapter_id, created.source, dict(created.labels)) == ("pirate", "hub/pirate@v1", {"team": "sea"})
+    assert list(created.shared_with) == ["labs"] and created.rollout.keep_active and created.validate_only
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == ["downloading 25.0 MiB of 100.0 MiB", "downloading 100.0 MiB of 100.0 MiB"]
+    assert printed.out.startswith("checked pirate, nothing was stored; ")
+
+
+def test_adapters_add_changes_one_line_on_a_terminal_and_leaves_it_before_an_error(
+    server: ScriptedServer, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    server.downloads.extend([(1 << 20, 2 << 20), (1000, 2 << 20), (1 << 20, 2 << 20)])
+    code = grpc.StatusCode.UNAVAILABLE.value[0]
+    server.operation_error = status_pb2.Status(code=code, message="'hub/pirate': the Hub sent 503")
+    assert motet(server, "adapters", "add", "pirate", "--from", "hub/pirate") == exits.UNAVAILABLE
+    lines = capsys.readouterr().err.split("\n")
+    assert lines[0].split("\r") == [
+        *("", "downloading 1.0 MiB of 2.0 MiB", "downloading 1000 B of 2.0 MiB ", "downloading 1.0 MiB of 2.0 MiB")
+    ]
+    assert lines[1].startswith("motet: 'hub/pirate': the Hub sent 503")
+
+
+def test_adapters_add_needs_a_directory_or_a_source_and_not_both(
+    server: ScriptedServer, capsys: Capture, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        motet(server, "adapters", "add", "pirate")
+    assert ended.value.code == exits.USAGE and "DIR" in capsys.readouterr().err
+    for argv in ([str(tmp_path), "--from", "hub/pirate"], ["--from", "hub/pirate", str(tmp_path)]):
+        assert motet(server, "adapters", "add", "pirate", *argv) == exits.REFUSED
+        assert "--from: is in place of DIR" in capsys.readouterr().err
+    assert server.requests == []
 
 
 def test_adapters_are_shared_by_add_and_update(server: ScriptedServer, capsys: Capture, tmp_path: Path) -> None:

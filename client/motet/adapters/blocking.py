@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from motet import calls
 from motet.adapters import residency, rollouts
+from motet.adapters.downloads import download_progress
 from motet.adapters.push import AdapterPush, Tensors
 from motet.adapters.watch import watch_request
 from motet.types import (
@@ -130,16 +131,21 @@ class Adapters:
         owner: str = "",
         rollout: VersionRollout | None = None,
         validate_only: bool = False,
+        progress: Progress | None = None,
         timeout_s: float = 600.0,
     ) -> Adapter:
         """Register "{root}/{path}[@revision]": a directory, a repository on a Hub, or a place in a bucket.
 
         The server's operator lists the roots. Only repositories have revisions.
+
+        `progress(bytes downloaded, bytes in all)` is called while this waits for a download; there is none from a
+        directory. If `timeout_s` ends the wait, the registration goes on, and its operation is named in the error.
         """
         call = calls.create_adapter(
             name, source, display_name, labels, visibility, shared_with, owner, rollout, validate_only=validate_only
         )
-        operation = self._client.wait_operation(self._client.send(call), timeout_s)
+        begun = self._client.send(call)
+        operation = self._client.wait_operation(begun, timeout_s, download_progress(progress))
         return calls.adapter_of_operation(operation)
 
     def list(self, *, page_size: int = 100) -> Iterator[Adapter]:

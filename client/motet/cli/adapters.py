@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from motet.cli import exits, rollouts
 from motet.cli.context import Subparsers, connect, server_option
 from motet.cli.digests import SHORT_DIGITS, VERSION_HELP, full_digest
-from motet.cli.output import json_line, size, table
+from motet.cli.output import json_line, size, table, transfer_lines
 from motet.cli.versions import verification
 from motet.errors import invalid_field
 from motet.types import Adapter, AdapterTier, AdapterVersion, AdapterVisibility, RegistrationChange
@@ -28,9 +29,22 @@ def add_parser(commands: Subparsers) -> None:
         parser.add_argument("--json", action="store_true", help="print JSON, one line per item")
         return parser
 
-    add = action("add", "upload a PEFT adapter directory; a known name gets a new version")
+    add = action("add", "register an adapter, uploaded or from a root of the server; a known name gets a new version")
     add.add_argument("name", metavar="NAME")
-    add.add_argument("directory", metavar="DIR", help="as PEFT's save_pretrained or TensorRT-LLM's converter wrote it")
+    directory = add.add_argument(
+        "directory",
+        metavar="DIR",
+        help="uploaded: as PEFT's save_pretrained or TensorRT-LLM's converter wrote it; not with --from",
+    )
+    add.add_argument(
+        "--from",
+        dest="source",
+        action=_InPlaceOf,
+        positional=directory,
+        metavar="SOURCE",
+        help="in place of DIR: ROOT/PATH or ROOT/PATH@REVISION, below a root that the server's operator listed with "
+        "--adapter-root; the server reads or downloads it",
+    )
     add.add_argument("--display-name", default="", help="free text for people, at most 256 bytes (default: none)")
     add.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     _add_ownership(add)
@@ -73,6 +87,24 @@ def add_parser(commands: Subparsers) -> None:
         parser.set_defaults(run=run)
 
 
+class _InPlaceOf(argparse.Action):
+    """An option in place of a positional argument, which is not required then."""
+
+    def __init__(self, *flags: Any, positional: argparse.Action, **options: Any) -> None:
+        super().__init__(*flags, **options)
+        self._positional = positional
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002 - as argparse calls it
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002 - as argparse calls it
+    ) -> None:
+        self._positional.required = False
+        setattr(namespace, self.dest, values)
+
+
 def _add_ownership(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--visibility",
@@ -106,20 +138,27 @@ def _labels(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _add(arguments: argparse.Namespace) -> int:
-    labels = _labels(arguments)
+    if arguments.source is not None and arguments.directory is not None:
+        raise invalid_field("--from", "is in place of DIR; give one of the two")
+    described: dict[str, Any] = {
+        "display_name": arguments.display_name,
+        "labels": _labels(arguments),
+        "visibility": _visibility(arguments),
+        "shared_with": arguments.share_with or (),
+        "owner": arguments.owner or "",
+        "rollout": verification.held_back(rollouts.registration_of(arguments), arguments),
+        "validate_only": arguments.check,
+    }
     with connect(arguments) as client:
-        adapter = client.adapters.register(
-            arguments.name,
-            arguments.directory,
-            display_name=arguments.display_name,
-            labels=labels,
-            visibility=_visibility(arguments),
-            shared_with=arguments.share_with or (),
-            owner=arguments.owner or "",
-            rollout=verification.held_back(rollouts.registration_of(arguments), arguments),
-            validate_only=arguments.check,
-            progress=_show_progress if sys.stderr.isatty() else None,
-        )
+        if arguments.source is not None:
+            with transfer_lines("downloading") as lines:
+                adapter = client.adapters.register_from_root(
+                    arguments.name, arguments.source, **described, progress=lines.show
+                )
+        else:
+            with transfer_lines("uploading") as lines:
+                progress = lines.show if sys.stderr.isatty() else None
+                adapter = client.adapters.register(arguments.name, arguments.directory, **described, progress=progress)
         if arguments.verify and not arguments.check:
             return verification.finish_adding(client, adapter, arguments)
     if arguments.json:
@@ -331,8 +370,3 @@ def _activate(arguments: argparse.Namespace) -> int:
 def _show(adapter: Adapter, *, is_json: bool, verb: str) -> int:
     print(json_line(adapter) if is_json else f"{verb} {adapter.id}: {_named(adapter.active_version)}")
     return exits.OK
-
-
-def _show_progress(num_sent: int, num_total: int) -> None:
-    end = "\n" if num_sent == num_total else ""
-    print(f"\ruploading {size(num_sent)} of {size(num_total)}", end=end, file=sys.stderr, flush=True)

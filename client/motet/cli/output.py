@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TextIO
 
 from motet.command_line import size as size
+
+_LINES = 10  # of one transfer where a terminal does not show it
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -44,3 +48,46 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.isoformat()
     return value
+
+
+class TransferLines:
+    """Shows how far a transfer is: one line that changes on a terminal, else a line for each tenth of the bytes."""
+
+    def __init__(self, verb: str, out: TextIO) -> None:
+        """`verb`, such as "downloading", begins each line."""
+        self._verb = verb
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._shown_chars = 0  # of the terminal's line
+        self._num_tenths = 0  # that have a line
+
+    def show(self, num_done: int, num_total: int) -> None:
+        """`num_done` of `num_total` bytes came."""
+        text = f"{self._verb} {size(num_done)} of {size(num_total)}"
+        if self._is_terminal:
+            self._out.write(f"\r{text.ljust(self._shown_chars)}")
+            self._shown_chars = len(text)
+            if num_done == num_total:
+                self.end()
+            self._out.flush()
+            return
+        num_tenths = num_done * _LINES // max(num_total, 1)
+        if num_tenths != self._num_tenths:
+            self._num_tenths = num_tenths
+            print(text, file=self._out, flush=True)
+
+    def end(self) -> None:
+        """Leave the terminal's line, so that what follows has one of its own."""
+        if self._shown_chars:
+            self._shown_chars = 0
+            print(file=self._out, flush=True)
+
+
+@contextlib.contextmanager
+def transfer_lines(verb: str) -> Iterator[TransferLines]:
+    """Of a transfer that lasts as long as the block, on stderr."""
+    lines = TransferLines(verb, sys.stderr)
+    try:
+        yield lines
+    finally:
+        lines.end()
