@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
@@ -99,5 +100,13 @@ def _check_names(found: Mapping[str, torch.Tensor], expected: Collection[str], w
 def _check_tensor(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> None:
     if tensor.dtype != dtype or tensor.shape != shape:
         raise AdapterCorrupt(f"{where}: {name} is {tensor.dtype} {tuple(tensor.shape)}, want {dtype} {shape}")
-    if not bool(torch.isfinite(tensor).all()):
+    if not is_finite(tensor):
         raise AdapterMismatch(f"{where}: {name} holds a value that is not finite")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every value is. The least and the largest value are infinite, or NaN, if any is.
+
+    `torch.isfinite` of bfloat16 takes ten times as long on a CPU: more than all the rest of a load.
+    """
+    return not tensor.numel() or all(math.isfinite(float(value)) for value in tensor.aminmax())
