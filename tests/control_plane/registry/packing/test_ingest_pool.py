@@ -45,6 +45,12 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+async def test_a_child_keeps_the_memory_of_one_block_for_the_next(pool: IngestPool, tmp_path: Path) -> None:
+    await packed(pool, files(tmp_path), tmp_path / "chunks")
+    environment = Path(f"/proc/{pool.pids[0]}/environ").read_bytes().split(b"\0")
+    assert b"MALLOC_MMAP_THRESHOLD_=33554432" in environment
+
+
 async def test_a_child_packs_as_this_process_does_one_adapter_after_the_other(pool: IngestPool, tmp_path: Path) -> None:
     for seed in range(3):
         adapter = files(tmp_path, seed)
