@@ -1,7 +1,7 @@
 """Writes one chunk of the packed layout to a file, tensor by tensor, with a few MiB of values in memory.
 
 Called by ingest.py. A large transposed tensor is written in blocks, each to many places of the file; then everything
-is read once more, in order, for the hashes.
+is read once more, in order, for the hashes: by a second thread, while the next chunk is written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
@@ -118,6 +120,36 @@ def write_chunk(
 
     `check` is called every few MiB, and may raise to end the work.
     """
+    head_bytes = _write_values(out, source, tensors, check)
+    out.seek(0)
+    return _hash_chunk(out, head_bytes, tensors, check)
+
+
+def begin_chunk(
+    path: Path,
+    source: TensorSource,
+    tensors: Sequence[PackedTensor | ComputedTensor],
+    check: Callable[[], None],
+    hashing: Executor,
+) -> Future[WrittenChunk]:
+    """Write the chunk to a new file. The threads of `hashing` compute its hashes while the caller goes on.
+
+    Raises as `write_chunk`.
+    """
+    with path.open("xb") as out:
+        head_bytes = _write_values(out, source, tensors, check)
+
+    def hash_file() -> WrittenChunk:
+        with path.open("rb") as file:
+            return _hash_chunk(file, head_bytes, tensors, check)
+
+    return hashing.submit(hash_file)
+
+
+def _write_values(
+    out: BinaryIO, source: TensorSource, tensors: Sequence[PackedTensor | ComputedTensor], check: Callable[[], None]
+) -> int:
+    """Write all of the chunk; returns the bytes of its header."""
     head = _header(tensors)
     out.write(head)
     position = len(head)
@@ -137,10 +169,15 @@ def write_chunk(
     if violations:
         raise InvalidAdapter(*violations)
     out.truncate(position)  # a tensor's last values may be zeros that were not written
-    out.seek(len(head))
-    whole = hashlib.sha256(head)
-    hashes = tuple(_hash_tensor(out, tensor.size_bytes, whole, check) for tensor in tensors)
-    return WrittenChunk(out.tell(), whole.hexdigest(), hashes)
+    return len(head)
+
+
+def _hash_chunk(
+    file: BinaryIO, head_bytes: int, tensors: Sequence[PackedTensor | ComputedTensor], check: Callable[[], None]
+) -> WrittenChunk:
+    whole = hashlib.sha256(file.read(head_bytes))
+    hashes = tuple(_hash_tensor(file, tensor.size_bytes, whole, check) for tensor in tensors)
+    return WrittenChunk(file.tell(), whole.hexdigest(), hashes)
 
 
 def _header(tensors: Sequence[PackedTensor | ComputedTensor]) -> bytes:
@@ -211,12 +248,12 @@ def _convert(values: Float32Array, tensor: PackedTensor) -> bytes:
     return converted
 
 
-def _hash_tensor(out: BinaryIO, size_bytes: int, whole: Any, check: Callable[[], None]) -> str:
+def _hash_tensor(file: BinaryIO, size_bytes: int, whole: Any, check: Callable[[], None]) -> str:
     """The hash of the next so many bytes, which `whole` takes in too."""
     own = hashlib.sha256()
     for begin in range(0, size_bytes, HASHED_BYTES):
         check()
-        data = out.read(min(HASHED_BYTES, size_bytes - begin))
+        data = file.read(min(HASHED_BYTES, size_bytes - begin))
         own.update(data)
         whole.update(data)
     return own.hexdigest()

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +28,14 @@ from control_plane.registry.adapter_files import WEIGHTS_FILE as WEIGHTS_FILE
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, ModuleKind, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
-from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, TensorSource, write_chunk
+from control_plane.registry.peft.chunk_writer import (
+    FileSource,
+    PackedTensor,
+    TensorSource,
+    WrittenChunk,
+    begin_chunk,
+    write_chunk,
+)
 from control_plane.registry.peft.experts.tensors import expert_tensors
 from control_plane.registry.peft.fields.activation import FIELD as INVOCATION_TOKENS
 from control_plane.registry.peft.fields.activation import check_activated, read_invocation_tokens
@@ -181,26 +189,8 @@ def _pack(
     groups: dict[int | None, list[ModulePlan]] = {}
     for plan in modules:
         groups.setdefault(plan.layer, []).append(plan)
-    layers, problems = sorted(layer for layer in groups if layer is not None), Problems()
-    described, chunks = [], []
-    for index, layer in enumerate([*layers, *([None] if None in groups else [])]):
-        path = directory / str(index)
-        tensors = [tensor for plan in groups[layer] for tensor in _tensors(plan, base_model.dtype)]
-        written = None
-        with path.open("x+b") as out, problems.collected():
-            written = write_chunk(out, source, tensors, check)
-        if written is None:
-            continue
-        hashes = dict(zip((tensor.name for tensor in tensors), written.tensor_sha256, strict=True))
-        chunks.append(PackedChunk(path, written.size_bytes, written.sha256))
-        described.append(
-            {
-                "modules": [_described(plan, hashes) for plan in groups[layer]],
-                "name": chunk_name(layer),
-                "sha256": written.sha256,
-                "size_bytes": written.size_bytes,
-            }
-        )
+    problems = Problems()
+    described, chunks = _pack_modules(groups, source, base_model.dtype, directory, check, problems)
     if rows is not None:
         of_rows, written_rows = _pack_rows(rows, source, base_model.dtype, directory, check, problems)
         described += of_rows
@@ -243,6 +233,39 @@ def _pack(
         problem_type="" if head is None else head.problem_type,
         alora_invocation_tokens=alora_invocation_tokens,
     )
+
+
+def _pack_modules(
+    groups: Mapping[int | None, list[ModulePlan]],
+    source: TensorSource,
+    dtype: str,
+    directory: Path,
+    check: Callable[[], None],
+    problems: Problems,
+) -> tuple[list[dict[str, Any]], list[PackedChunk]]:
+    """Write the chunks of modules, one for each layer. The manifest's words for them, and the chunks."""
+    layers = sorted(layer for layer in groups if layer is not None)
+    begun: list[tuple[int | None, Path, list[PackedTensor], Future[WrittenChunk]]] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="motet-hash") as hashing:
+        for index, layer in enumerate([*layers, *([None] if None in groups else [])]):
+            path = directory / str(index)
+            tensors = [tensor for plan in groups[layer] for tensor in _tensors(plan, dtype)]
+            with problems.collected():
+                begun.append((layer, path, tensors, begin_chunk(path, source, tensors, check, hashing)))
+    described, chunks = [], []
+    for layer, path, tensors, future in begun:
+        written = future.result()
+        hashes = dict(zip((tensor.name for tensor in tensors), written.tensor_sha256, strict=True))
+        chunks.append(PackedChunk(path, written.size_bytes, written.sha256))
+        described.append(
+            {
+                "modules": [_described(plan, hashes) for plan in groups[layer]],
+                "name": chunk_name(layer),
+                "sha256": written.sha256,
+                "size_bytes": written.size_bytes,
+            }
+        )
+    return described, chunks
 
 
 def _pack_rows(

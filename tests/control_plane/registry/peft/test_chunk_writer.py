@@ -6,6 +6,8 @@ import hashlib
 import io
 import json
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from control_plane.errors import InvalidAdapter
 from control_plane.registry.peft import chunk_writer
-from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, WrittenChunk, write_chunk
+from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, WrittenChunk, begin_chunk, write_chunk
 from control_plane.registry.peft.safetensors_header import TensorEntry
 
 
@@ -120,3 +122,36 @@ def test_a_file_that_becomes_shorter_is_reported() -> None:
     values = np.zeros((16, 16), "<f4")
     with pytest.raises(InvalidAdapter, match="became shorter"):
         written([PackedTensor("x.a", entry(values, 0), "float32")], values.tobytes()[:-1])
+
+
+def test_hashes_of_another_thread_are_those_of_the_whole_chunk(tmp_path: Path) -> None:
+    values = np.random.default_rng(3).standard_normal((9, 7)).astype("<f4")
+    source, tensors = values.tobytes(), [PackedTensor("x.a", entry(values, 0), "bfloat16", is_transposed=True)]
+    chunk = FileSource(io.BytesIO(source))
+    with ThreadPoolExecutor(1) as hashing:
+        future = begin_chunk(tmp_path / "0", chunk, tensors, lambda: None, hashing)
+        assert (future.result(), (tmp_path / "0").read_bytes()) == written(tensors, source)
+
+
+def test_a_chunk_that_cannot_be_served_is_refused_before_its_hashes(tmp_path: Path) -> None:
+    values = np.full((2, 2), np.nan, "<f4")
+    tensors = [PackedTensor("x.a", entry(values, 0), "float32")]
+    with ThreadPoolExecutor(1) as hashing, pytest.raises(InvalidAdapter, match="NaN"):
+        begin_chunk(tmp_path / "0", FileSource(io.BytesIO(values.tobytes())), tensors, lambda: None, hashing)
+
+
+def test_work_that_is_ended_ends_while_hashes_are_computed(tmp_path: Path) -> None:
+    values = np.zeros((2, 2), "<f4")
+    num_checks = 0
+
+    def check() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks > 1:  # the first one is that of writing
+            raise TimeoutError
+
+    tensors = [PackedTensor("x.a", entry(values, 0), "float32")]
+    with ThreadPoolExecutor(1) as hashing:
+        future = begin_chunk(tmp_path / "0", FileSource(io.BytesIO(values.tobytes())), tensors, check, hashing)
+        with pytest.raises(TimeoutError):
+            future.result()
