@@ -40,6 +40,7 @@ FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
 WATCH_INTERVAL_S = 1.0
 _THREADS = 4
+_WRITES_AT_ONCE = 2  # of one adapter: Redis would wait for us between two parts. 20 MB: 28 ms -> 10
 _NOT_TRIED = "not tried yet"
 _T = TypeVar("_T")
 
@@ -148,9 +149,7 @@ class RedisHostCache:
             return False
         is_whole = False
         try:
-            for index, size in enumerate(sizes):
-                for key in chunk_keys(digest, index, size):
-                    await self._call(self._client.set, key, await anext(parts))
+            await self._set_all([key for i, size in enumerate(sizes) for key in chunk_keys(digest, i, size)], parts)
             if num_scans == self.num_scans:
                 await self._call(self._client.set, manifest_key(digest), manifest)
             is_whole = num_scans == self.num_scans
@@ -167,6 +166,22 @@ class RedisHostCache:
                 with contextlib.suppress(_CacheDown):
                     await self._unlink(digest, all_sizes)
         return is_whole
+
+    async def _set_all(self, keys: Sequence[str], parts: AsyncIterator[bytes]) -> None:
+        """Set each key to the next part. None is under way when this returns or raises."""
+        pending: set[asyncio.Task[Any]] = set()
+        try:
+            for key in keys:
+                data = await anext(parts)
+                if len(pending) == _WRITES_AT_ONCE:
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                pending.add(asyncio.create_task(self._call(self._client.set, key, data)))
+            await asyncio.gather(*pending)
+        finally:
+            if pending:
+                await asyncio.wait(pending)
 
     async def drop(self, digest: str) -> None:
         """See base.HostCache."""

@@ -258,11 +258,21 @@ class AdapterWeights:
         return data if len(data) == size_bytes else None
 
     async def _unverified_parts(self, layout: Layout) -> AsyncGenerator[bytes, None]:
-        for index, size in enumerate(layout.sizes):
-            for part in range(num_parts(size)):
-                data = await self._stored_part(layout, index, part)
+        """The parts in order; each is read while the one before is written."""
+        places = [(index, part) for index, size in enumerate(layout.sizes) for part in range(num_parts(size))]
+        read = partial(self._stored_part, layout)
+        ahead = asyncio.create_task(read(*places[0])) if places else None
+        try:
+            for place in [*places[1:], None]:
+                assert ahead is not None, "an adapter without parts has no place"
+                data = await ahead
                 assert data is not None, "a packed chunk has the size that its manifest says"
+                ahead = None if place is None else asyncio.create_task(read(*place))
                 yield data
+        finally:
+            if ahead is not None and not ahead.done():
+                ahead.cancel()
+                await asyncio.wait([ahead])
 
     async def _cached_layout(self, digest: str) -> Layout | None:
         if not self._cache.contains(digest):
