@@ -7,7 +7,7 @@ import errno
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import grpc.aio
 from motet.v1 import push_pb2, push_pb2_grpc
@@ -16,6 +16,7 @@ from control_plane.adapters.life_cycle import Registration
 from control_plane.adapters.pushes import Pushed, Pushes
 from control_plane.api import wire
 from control_plane.api.admin.adapters import check_whole
+from control_plane.api.admin.disk_space import Reservation
 from control_plane.api.admin.ownership import change_of, check_ownership
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, Accepted, UploadReceiver
 from control_plane.api.gate import DrainGate
@@ -28,7 +29,7 @@ from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE
 
 SERVICE_NAME = push_pb2.DESCRIPTOR.services_by_name["PushService"].full_name
 MAX_CONFIG_BYTES = 2**20
-_WRITE_BYTES = 4 * 2**20  # in memory until they are written
+WRITE_BYTES = 2 * 2**20  # one batch is written while the next one comes
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -72,7 +73,7 @@ class PushService(push_pb2_grpc.PushServiceServicer):
             )
             self._pushes.check_registrable(registration)  # before the bytes are received
             config, weights = accepted.directory / CONFIG_FILE, accepted.directory / WEIGHTS_FILE
-            await asyncio.gather(asyncio.to_thread(config.write_bytes, header.config), _receive(accepted, weights))
+            await asyncio.gather(asyncio.to_thread(config.write_bytes, header.config), receive(accepted, weights))
             receive_s = self._clock() - begun_s
             await check_whole(context)
             pushed = await self._pushes.push(registration, {CONFIG_FILE: config, WEIGHTS_FILE: weights})
@@ -98,29 +99,60 @@ class PushService(push_pb2_grpc.PushServiceServicer):
         return len(header.config) + header.weights_bytes
 
 
-async def _receive(accepted: Accepted, path: Path) -> None:
-    """Write the chunks to the file. Raises InvalidRequest, DeadlineExceeded or Exhausted."""
+async def receive(accepted: Accepted, path: Path) -> None:
+    """Write the chunks to the file, while the next ones come. Raises InvalidRequest, DeadlineExceeded or Exhausted."""
     announced, received = accepted.header.weights_bytes, 0
-    unwritten: list[bytes] = []
-    num_unwritten = 0
+    batch: list[bytes] = []
+    num_batched = 0
     try:
         with path.open("wb") as out:
-            while (message := await accepted.messages.next()) is not None:
-                data = message.chunk.data
-                received += len(data)
-                _check_chunk(message, received, announced)
-                unwritten.append(data)
-                num_unwritten += len(data)
-                if num_unwritten >= _WRITE_BYTES or received == announced:
-                    await asyncio.to_thread(out.writelines, unwritten)
-                    accepted.space.use(num_unwritten)
-                    unwritten, num_unwritten = [], 0
+            async with _BatchWriter(out, accepted.space) as writer:
+                while (message := await accepted.messages.next()) is not None:
+                    data = message.chunk.data
+                    received += len(data)
+                    _check_chunk(message, received, announced)
+                    batch.append(data)
+                    num_batched += len(data)
+                    if num_batched >= WRITE_BYTES or received == announced:
+                        await writer.write(batch, num_batched)
+                        batch, num_batched = [], 0
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Exhausted("the server ran out of disk space for this push", retry_after_s=60.0) from error
         raise
     if received != announced:
         raise refuse("header.weights_bytes", f"the push ended after {received} of {announced} bytes; send it again")
+
+
+class _BatchWriter:
+    """Writes one batch of chunks at a time, in a thread. All are written when its block ends without an error."""
+
+    def __init__(self, out: BinaryIO, space: Reservation) -> None:
+        self._out = out
+        self._space = space
+        self._writing: asyncio.Task[None] | None = None
+
+    async def write(self, batch: list[bytes], num_bytes: int) -> None:
+        """Begin to write a batch, once the one before it is written. Raises the OSError of that one."""
+        await self._wait()
+        self._writing = asyncio.create_task(self._write(batch, num_bytes))
+
+    async def _write(self, batch: list[bytes], num_bytes: int) -> None:
+        await asyncio.to_thread(self._out.writelines, batch)
+        self._space.use(num_bytes)
+
+    async def _wait(self) -> None:
+        if self._writing is not None:
+            await self._writing
+
+    async def __aenter__(self) -> _BatchWriter:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self._wait()
+        elif self._writing is not None:
+            await asyncio.wait([self._writing])  # its thread has the file
 
 
 def _check_chunk(message: push_pb2.PushVersionRequest, received: int, announced: int) -> None:

@@ -1,0 +1,66 @@
+"""The bytes of a push are written while the next ones come, and a full disk is still noticed."""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from motet.v1 import push_pb2
+
+from control_plane.api.admin import push
+from control_plane.api.admin.disk_space import DiskSpace
+from control_plane.api.admin.upload import Accepted, PacedMessages
+from control_plane.awake import AwakeClock
+from control_plane.errors import Exhausted, InvalidRequest
+
+CHUNK = 1000
+
+
+async def chunks(count: int) -> AsyncIterator[push_pb2.PushVersionRequest]:
+    for index in range(count):
+        yield push_pb2.PushVersionRequest(chunk=push_pb2.PushChunk(data=bytes([index]) * CHUNK))
+
+
+async def receive(path: Path, *, num_sent: int, num_announced: int) -> int:
+    """The bytes that the reservation still has when all were received."""
+    header = push_pb2.PushHeader(weights_bytes=num_announced * CHUNK)
+    messages = PacedMessages(chunks(num_sent), idle_timeout_s=30.0, clock=AwakeClock())
+    with DiskSpace(lambda: 1 << 40).reserved(header.weights_bytes) as space:
+        await push.receive(Accepted(header, messages, path.parent, space), path)
+        return space.num_bytes
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+async def test_every_byte_is_in_the_file_and_off_the_reservation(
+    tmp_path: Path, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "WRITE_BYTES", 2 * CHUNK)
+    assert await receive(tmp_path / "weights", num_sent=num_chunks, num_announced=num_chunks) == 0
+    expected = b"".join(bytes([index]) * CHUNK for index in range(num_chunks))
+    assert (tmp_path / "weights").read_bytes() == expected
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 2])
+async def test_a_full_disk_ends_the_push_at_whichever_batch_it_comes(
+    tmp_path: Path, num_good: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisk(io.BytesIO):
+        def writelines(self, lines: Any) -> None:
+            nonlocal num_good
+            if not num_good:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            num_good -= 1
+
+    monkeypatch.setattr(push, "WRITE_BYTES", CHUNK)
+    monkeypatch.setattr(Path, "open", lambda *_: FullDisk())
+    with pytest.raises(Exhausted, match="out of disk space"):
+        await receive(tmp_path / "weights", num_sent=3, num_announced=3)
+
+
+async def test_a_push_that_ends_too_early_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="ended after 2000 of 3000 bytes"):
+        await receive(tmp_path / "weights", num_sent=2, num_announced=3)
