@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from data_plane.adapters.step.lora_step import MAX_PASSES
 from data_plane.layers.attention import PagedAttention, attention_of
 from data_plane.layers.context import StepContext
 from data_plane.layers.decoder_layer import DecoderLayer
@@ -59,7 +60,8 @@ class RecordedLayers:
         self._context = context
         self._tables = tables
         self._half = rotary_half
-        self._program = Program()
+        # The second one is for steps in which tokens have several adapters: the same ops, and those of further passes.
+        self._program, self._combining = Program(), Program()
         self._lora_modules = 1  # the most of one group
         first = layers[0].input_layernorm
         self._dtype = first.weight.dtype
@@ -77,9 +79,8 @@ class RecordedLayers:
             self._norm(norm, self._output, residual=self._stream)
 
     def can_run(self, num_tokens: int) -> bool:
-        """Whether the program computes the step: it has room for the tokens, and none has several adapters."""
-        lora = self._context.lora
-        return num_tokens <= self._max_tokens and (lora is None or lora.is_plain)
+        """Whether there is room for the tokens of a step."""
+        return num_tokens <= self._max_tokens
 
     def run(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The residual stream and its last norm, [T, hidden] each, valid until the next run.
@@ -94,10 +95,13 @@ class RecordedLayers:
         attention = attentions.attention_step(context.attention, self._block_size)
         turned = rotations.rotation(cos, sin, context.kv_positions)
         step = Step(num_tokens=num_tokens, rotation=turned.address, attention=ctypes.addressof(attention))
+        program = self._program
         if context.lora is not None:
             tokens = context.lora.native_tokens(self._lora_modules)
             step.lora = ctypes.addressof(tokens)
-        self._program.run(step)
+            if not context.lora.is_plain:
+                program = self._combining
+        program.run(step)
         return stream, self._normed[:num_tokens]
 
     def _attention(self, module: nn.Module) -> None:
@@ -112,7 +116,7 @@ class RecordedLayers:
             part.view(len(part), count, -1)
             for part, count in zip(torch.split(qkv, module.widths, dim=1), module.heads, strict=True)
         )
-        self._program.add("rotate_store", self._rotation(module, paged, query, key, value))
+        self._add("rotate_store", self._rotation(module, paged, query, key, value))
         attended = self._buffer("attended", query.shape[1] * value.shape[2])
         options = Options(
             module.settings.scale,
@@ -127,8 +131,8 @@ class RecordedLayers:
             raise CannotRecord("an attention has heads, blocks or options that native code does not serve")
         problem = attentions.problem(query, *caches, options, attended.view(len(attended), query.shape[1], -1))
         self._block_size = paged.key_cache.shape[1]
-        self._program.add("attention_decode", problem, is_open=True)
-        self._program.add("attention_prefill", problem)
+        self._add("attention_decode", problem, is_open=True)
+        self._add("attention_prefill", problem)
         self._linear(module.o_proj, attended, self._output)
 
     def _rotation(
@@ -163,7 +167,7 @@ class RecordedLayers:
         both = self._buffer("both", module.gate_up.out_features)
         active = self._buffer("active", module.gate_up.out_features // 2)
         self._linear(module.gate_up, self._normed, both)
-        self._program.add("gate", gates.problem(both, active, module.activation))
+        self._add("gate", gates.problem(both, active, module.activation))
         self._linear(module.down_proj, active, self._output)
 
     def _linear(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -175,24 +179,39 @@ class RecordedLayers:
         else:
             raise CannotRecord(f"{type(module).__name__} has no weight for native code")
         groups = self._tables.module_groups(module.target_names) if module.target_names else []
-        problems, column = [], 0
+        passes, column = [], 0  # the problems of all passes, for each group
         for group, epilogue in groups:
             width = sum(group.out_features)
-            problems.append(lora.problem(group, x, y[:, column : column + width], epilogue))
+            part = y[:, column : column + width]
+            passes.append([lora.problem(group, x, part, epilogue, lora_pass=number) for number in range(MAX_PASSES)])
             column += width
             self._lora_modules = max(self._lora_modules, group.num_modules)
-        if len(problems) > 1:
-            # The problems share the memory of h.
-            self._program.add(op, linears.problem(x, weight, module.bias, y))
-            for problem in problems:
-                self._program.add("lora_shrink", problem)
-                self._program.add("lora_expand", problem)
+        linear = linears.problem(x, weight, module.bias, y)
+        if len(passes) == 1:
+            self._shrink(passes[0], is_open=True)
+            self._add(op, linear)
+            self._expand(passes[0])
             return
-        for problem in problems:
-            self._program.add("lora_shrink", problem, is_open=True)
-        self._program.add(op, linears.problem(x, weight, module.bias, y))
-        for problem in problems:
-            self._program.add("lora_expand", problem)
+        # The groups share the memory of h.
+        self._add(op, linear)
+        for problems in passes:
+            self._shrink(problems, is_open=False)
+            self._expand(problems)
+
+    def _shrink(self, problems: Sequence[ctypes.Structure], *, is_open: bool) -> None:
+        self._add("lora_shrink", problems[0], is_open=is_open)
+        for problem in problems[1:]:
+            self._combining.add("lora_shrink", problem, is_open=is_open)
+
+    def _expand(self, problems: Sequence[ctypes.Structure]) -> None:
+        self._combining.add("lora_sum", problems[0])
+        self._add("lora_expand", problems[0])
+        for problem in problems[1:]:
+            self._combining.add("lora_expand", problem)
+
+    def _add(self, op: str, problem: ctypes.Structure, *, is_open: bool = False) -> None:
+        for program in (self._program, self._combining):
+            program.add(op, problem, is_open=is_open)
 
     def _norm(
         self, module: RmsNorm, x: torch.Tensor, *, residual: torch.Tensor | None, y: torch.Tensor | None = None
@@ -201,7 +220,7 @@ class RecordedLayers:
             raise CannotRecord(f"a norm's weight is {module.weight.dtype}, the model's dtype {self._dtype}")
         y = self._normed if y is None else y
         problem = norms.problem(x, module.weight, module.eps, y, residual=residual, weight_offset=module.weight_offset)
-        self._program.add("rms_norm", problem)
+        self._add("rms_norm", problem)
 
     def _buffer(self, name: str, width: int) -> torch.Tensor:
         """A buffer that all layers with this name and width share."""

@@ -64,7 +64,7 @@ static int64_t shrunk_stride(int64_t width) { return (width + LANES - 1) / LANES
 INLINE void copy_shrunk(const LoraTokens *tokens, int64_t num_tokens, int64_t module, int64_t begin, int64_t rows,
                         int64_t rank, const Shrunk *h, int dtype) {
     for (int64_t row = 0; row < rows; row++) {
-        const float *from = tokens->h + (module * num_tokens + tokens->order[begin + row]) * tokens->width;
+        const float *from = tokens->expanded + (module * num_tokens + tokens->order[begin + row]) * tokens->width;
         char *to = h->values + row * h->stride;
         for (int64_t first = 0; first < rank; first += LANES) {
             float some[LANES] = {0};
@@ -335,7 +335,7 @@ INLINE void expand_part(const Work *work, int64_t rows, const Part *next, int dt
 /* The chunks `first` to `last` of a block. */
 INLINE void expand_chunks(const LoraModules *p, const Step *step, int64_t block, int64_t slot, int64_t first,
                           int64_t last, char *scratch, int dtype) {
-    const LoraTokens *tokens = step->lora;
+    const LoraTokens *tokens = tokens_of(p, step);
     const int64_t begin = tokens->block_start[block], rows = tokens->block_end[block] - begin;
     float *dora_scale = (float *)scratch, *lora_bias = dora_scale + CHUNK;
     Shrunk h = {(char *)(lora_bias + CHUNK), shrunk_stride(tokens->width), 0};
@@ -379,15 +379,17 @@ static int64_t tasks_of_block(const LoraModules *p, const LoraTokens *tokens, in
 }
 
 static int64_t num_expand_tasks(const void *problem, const Step *step, int64_t num_threads) {
-    return step->lora ? step->lora->num_blocks * tasks_of_block(problem, step->lora, num_threads) : 0;
+    const LoraTokens *tokens = tokens_of(problem, step);
+    return tokens ? tokens->num_blocks * tasks_of_block(problem, tokens, num_threads) : 0;
 }
 
 static void expand(const void *problem, const Step *step, int64_t task, int64_t num_threads, void *scratch) {
     const LoraModules *p = problem;
-    const int64_t tasks = tasks_of_block(p, step->lora, num_threads), block = task / tasks;
-    const int64_t chunks = chunks_of_task(p, step->lora, num_threads), first = task % tasks * chunks;
+    const LoraTokens *tokens = tokens_of(p, step);
+    const int64_t tasks = tasks_of_block(p, tokens, num_threads), block = task / tasks;
+    const int64_t chunks = chunks_of_task(p, tokens, num_threads), first = task % tasks * chunks;
     const int64_t all_chunks = chunks_of_block(p), last = first + chunks < all_chunks ? first + chunks : all_chunks;
-    const int64_t slot = slot_of(p, step->lora, block);
+    const int64_t slot = slot_of(p, tokens, block);
     if (slot < 0) return;
     if (p->dtype == BFLOAT16)
         expand_chunks(p, step, block, slot, first, last, scratch, BFLOAT16);
@@ -398,9 +400,9 @@ static void expand(const void *problem, const Step *step, int64_t task, int64_t 
 }
 
 static int64_t expand_scratch(const void *problem, const Step *step) {
-    (void)problem;
-    if (!step->lora) return 0;
-    return 2 * CHUNK * (int64_t)sizeof(float) + step->lora->block_tokens * shrunk_stride(step->lora->width);
+    const LoraTokens *tokens = tokens_of(problem, step);
+    if (!tokens) return 0;
+    return 2 * CHUNK * (int64_t)sizeof(float) + tokens->block_tokens * shrunk_stride(tokens->width);
 }
 
 const OpKind lora_expand_op = {"lora_expand", num_expand_tasks, expand, expand_scratch};

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.lora.layout import Epilogue, ModuleGroup
@@ -17,8 +20,9 @@ class LoraTokens(ctypes.Structure):
     _fields_ = [  # ctypes wants a list
         *pointers("order", "block_slot", "block_start", "block_end"),
         *integers("num_blocks", "block_tokens"),
-        *pointers("h"),
+        *pointers("h", "expanded"),
         *integers("width"),
+        *pointers("next", "slot_of_column", "sign_of_column"),
     ]
 
 
@@ -31,11 +35,26 @@ class LoraModules(ctypes.Structure):
         ),
         *integers("x_stride", "y_stride", "in_features", "num_modules", "num_slots", "tile_width", "dtype"),
         ("shrink_scaling", ctypes.c_double),
+        *integers("lora_pass"),
     ]
 
 
-def lora_tokens(segments: AdapterSegments, h: torch.Tensor) -> LoraTokens:
-    """For segments on the CPU; h float32 [modules, T, width] is contiguous. Keeps both alive."""
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """Where the sums of h go, for tokens whose adapters' A and B are summed."""
+
+    h: torch.Tensor  # float32, of the shape of each pass's h; one for all passes
+    slot_of_column: npt.NDArray[np.int32]  # by column of the slot table: the slot whose adapter it scales
+    sign_of_column: npt.NDArray[np.float32]  # of the scale
+
+
+def lora_tokens(
+    segments: AdapterSegments, h: torch.Tensor, summed: Summed | None = None, following: LoraTokens | None = None
+) -> LoraTokens:
+    """For segments on the CPU; h float32 [modules, T, width] is contiguous. Keeps all arguments alive.
+
+    `following`: the tokens by a further adapter.
+    """
     tokens = LoraTokens(
         order=segments.order.data_ptr(),
         block_slot=segments.block_slot.data_ptr(),
@@ -44,9 +63,13 @@ def lora_tokens(segments: AdapterSegments, h: torch.Tensor) -> LoraTokens:
         num_blocks=segments.num_blocks,
         block_tokens=segments.block_tokens,
         h=h.data_ptr(),
+        expanded=(h if summed is None else summed.h).data_ptr(),
         width=h.shape[-1],
+        next=None if following is None else ctypes.addressof(following),
+        slot_of_column=None if summed is None else summed.slot_of_column.ctypes.data,
+        sign_of_column=None if summed is None else summed.sign_of_column.ctypes.data,
     )
-    tokens.keeps = (segments, h)
+    tokens.keeps = (segments, h, summed, following)
     return tokens
 
 
@@ -57,11 +80,13 @@ def problem(
     epilogue: Epilogue | None = None,
     *,
     scaling: float = 1.0,
+    lora_pass: int = 0,
 ) -> LoraModules:
-    """The argument of all three ops: shrink and embed read x, expand writes y. Only expand takes the epilogue.
+    """The argument of all ops: shrink and embed read x, expand writes y. Only expand takes the epilogue.
 
     x [T, in], of embed int64 [T], and y [T, sum of out] may have rows that lie apart. The tables are read when the op
-    runs, so that it sees every load and eviction until then.
+    runs, so that it sees every load and eviction until then. The op is for the step's tokens of one pass: 0 those by
+    their first adapter, and so on.
     """
     out = torch.tensor(group.out_features, dtype=torch.int64)
     table = {} if epilogue is None else {"dora_scale": epilogue.dora_scale, "lora_bias": epilogue.lora_bias}
@@ -86,6 +111,7 @@ def problem(
         tile_width=group.pages.shape[2],
         dtype=DTYPES[group.pages.dtype],
         shrink_scaling=scaling,
+        lora_pass=lora_pass,
     )
     modules.keeps = (out, base_bias)
     return modules

@@ -4,6 +4,7 @@
  *
  *   shrink:  h[module, t] = x[t] @ A[module, s].T            s the slot of token t
  *   embed:   h[0, t]    = A[s][:, token_ids[t]]
+ *   sum:     expanded[module, t] = sum of the passes' sign * scaling * h[module, t], where A and B are summed
  *   expand:  y[t, columns of module] = dora_scale (y - base_bias + scaling (h[module, t] @ B[module, s] + lora_bias))
  *            + base_bias
  *
@@ -40,6 +41,7 @@ typedef struct {
     const int64_t *out;        /* [num_modules] */
     int64_t x_stride, y_stride, in, num_modules, num_slots, tile_width, dtype;
     double shrink_scaling;     /* h is multiplied by it */
+    int64_t lora_pass;         /* which of the step's LoraTokens the op is for */
 } LoraModules;
 
 /* The pages of one matrix side: groups of 8 ranks, tiles of columns. */
@@ -71,6 +73,13 @@ static Matrix matrix_of(const LoraModules *p, int64_t module, int64_t slot, int 
 /* Have the cache lines of these bytes on their way. */
 INLINE void fetch(const char *from, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(from + line);
+}
+
+/* The tokens that an op is for; NULL: the step has none for it. */
+INLINE const LoraTokens *tokens_of(const LoraModules *p, const Step *step) {
+    const LoraTokens *tokens = step->lora;
+    for (int64_t pass = p->lora_pass; tokens && pass > 0; pass--) tokens = tokens->next;
+    return tokens;
 }
 
 /* -1 for a block without an adapter. */

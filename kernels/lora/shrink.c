@@ -1,4 +1,4 @@
-/* lora_shrink: x @ A, and lora_embed: columns of A by token id, over the arena's pages (pages.h). */
+/* lora_shrink: x @ A, lora_sum: sums of it, and lora_embed: columns of A by token id (pages.h). */
 
 #include "../native/sums.h"
 #include "pages.h"
@@ -101,7 +101,7 @@ INLINE void shrink_rows(const LoraModules *p, const Matrix *a, const char *const
 /* The groups begin to end of ranks of one module for one block of tokens. */
 INLINE void shrink_groups(const LoraModules *p, const Step *step, int64_t block, int64_t module, int64_t slot,
                           int64_t begin, int64_t end, int dtype) {
-    const LoraTokens *tokens = step->lora;
+    const LoraTokens *tokens = tokens_of(p, step);
     const int64_t rank = p->rank[module * p->num_slots + slot];
     const Matrix a = matrix_of(p, module, slot, 0);
     const int64_t first = tokens->block_start[block], last = tokens->block_end[block];
@@ -133,15 +133,17 @@ static int64_t rank_parts(const LoraModules *p, const LoraTokens *tokens, int64_
 
 static int64_t num_shrink_tasks(const void *problem, const Step *step, int64_t num_threads) {
     const LoraModules *p = problem;
-    return step->lora ? step->lora->num_blocks * p->num_modules * rank_parts(p, step->lora, num_threads) : 0;
+    const LoraTokens *tokens = tokens_of(p, step);
+    return tokens ? tokens->num_blocks * p->num_modules * rank_parts(p, tokens, num_threads) : 0;
 }
 
 static void shrink(const void *problem, const Step *step, int64_t task, int64_t num_threads, void *scratch) {
     (void)scratch;
     const LoraModules *p = problem;
-    const int64_t parts = rank_parts(p, step->lora, num_threads), part = task % parts;
+    const LoraTokens *tokens = tokens_of(p, step);
+    const int64_t parts = rank_parts(p, tokens, num_threads), part = task % parts;
     const int64_t module = task / parts % p->num_modules;
-    const int64_t block = task / parts / p->num_modules, slot = slot_of(p, step->lora, block);
+    const int64_t block = task / parts / p->num_modules, slot = slot_of(p, tokens, block);
     if (slot < 0) return;
     const int64_t groups = (p->rank[module * p->num_slots + slot] + PAGE_RANKS - 1) / PAGE_RANKS;
     const int64_t begin = parts == 1 ? 0 : part, end = parts == 1 || groups < part + 1 ? groups : part + 1;
@@ -182,5 +184,41 @@ static void embed(const void *problem, const Step *step, int64_t block, int64_t 
     }
 }
 
+static int64_t num_sum_tasks(const void *problem, const Step *step, int64_t num_threads) {
+    const LoraModules *p = problem;
+    (void)num_threads;
+    for (const LoraTokens *tokens = step->lora; tokens; tokens = tokens->next)
+        if (tokens->sign_of_column) return p->num_modules;
+    return 0;
+}
+
+static float *summed_row(const LoraTokens *tokens, int64_t row) { return (float *)tokens->expanded + row * tokens->width; }
+
+/* One module, for the tokens whose adapters' A and B are summed. A has no scaling of its own, B is multiplied by the
+ * root that the table has: A gets the same root, with the scale's sign. */
+static void sum(const void *problem, const Step *step, int64_t module, int64_t num_threads, void *scratch) {
+    (void)num_threads, (void)scratch;
+    const LoraModules *p = problem;
+    const int64_t first_row = module * step->num_tokens;
+    for (int adds = 0; adds < 2; adds++) /* zeros, then the sums in the order of the adapters */
+        for (const LoraTokens *tokens = step->lora; tokens; tokens = tokens->next)
+            for (int64_t block = 0; tokens->sign_of_column && block < tokens->num_blocks; block++) {
+                const int64_t slot = slot_of(p, tokens, block);
+                if (slot < 0) continue;
+                const int64_t at = module * p->num_slots + slot, rank = p->rank[at];
+                const float own = p->scaling[module * p->num_slots + tokens->slot_of_column[slot]];
+                const float sign = own < 0 ? -tokens->sign_of_column[slot] : tokens->sign_of_column[slot];
+                const float factor = p->scaling[at] * sign;
+                for (int64_t idx = tokens->block_start[block]; idx < tokens->block_end[block]; idx++) {
+                    const int64_t row = first_row + tokens->order[idx];
+                    const float *h = tokens->h + row * tokens->width;
+                    float *to = summed_row(tokens, row);
+                    if (!adds) memset(to, 0, (size_t)tokens->width * sizeof *to);
+                    for (int64_t col = 0; adds && col < rank; col++) to[col] += factor * h[col];
+                }
+            }
+}
+
 const OpKind lora_shrink_op = {"lora_shrink", num_shrink_tasks, shrink, NULL};
+const OpKind lora_sum_op = {"lora_sum", num_sum_tasks, sum, NULL};
 const OpKind lora_embed_op = {"lora_embed", num_embed_tasks, embed, NULL};

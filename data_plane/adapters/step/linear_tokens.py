@@ -37,6 +37,11 @@ class LinearTokens:
         self._table = table
         self._members = members
 
+    @property
+    def passes(self) -> list[AdapterSegments]:
+        """The tokens by their first adapter, then by their second and so on."""
+        return [member.segments for member in self._members]
+
     @classmethod
     def of(cls, table: SlotTable, columns: Sequence[Int32Array], segments: Sequence[AdapterSegments]) -> LinearTokens:
         """columns int32 [T] of each member, -1 for none; segments of the same."""

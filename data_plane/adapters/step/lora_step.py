@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,12 @@ from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.arena.slots import SlotTable
 from data_plane.adapters.step.expert_rows import ExpertRows, TokenSlots
 from data_plane.adapters.step.linear_tokens import LinearTokens
+from data_plane.plan import MAX_ROW_ADAPTERS
 from kernels.lora import AdapterSegments, Epilogue, add_lora_group, lora_embed, lora_expand, lora_shrink
-from kernels.lora.native import LoraTokens, lora_tokens
+from kernels.lora.native import LoraTokens, Summed, lora_tokens
+
+# A step's tokens by the first to the fourth adapter whose products are summed, and whose A and B are.
+MAX_PASSES = 2 * MAX_ROW_ADAPTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +151,22 @@ class LoraStep:
         return ExpertRows(self._groups, self._needs_of, self._token_slots.segments(expert_ids, tokens, num_experts))
 
     def native_tokens(self, num_modules: int) -> LoraTokens:
-        """Which token has which adapter, for native ops over groups of up to num_modules modules.
+        """Which token has which adapters, for native ops over groups of up to num_modules modules.
 
-        The next step overwrites its h. The step must be plain.
+        The list has one entry for each pass, at most MAX_PASSES. The next step overwrites what their h point to.
         """
         self._check_valid()
-        (segments,) = self._passes
-        max_rank, num_tokens = self._needs.max_rank_of_all, segments.num_tokens
-        h = self._shrunk.rows(num_modules * num_tokens * max_rank)
-        return lora_tokens(segments, h.view(num_modules, num_tokens, max_rank))
+        passes, linear = list(self._passes), [] if self._linear is None else self._linear.passes
+        num_tokens = (passes + linear)[0].num_tokens
+        shape = (len(passes) + len(linear) + bool(linear), num_modules, num_tokens, self._needs.max_rank_of_all)
+        every_h = self._shrunk.rows(math.prod(shape)).view(shape)
+        summed = Summed(every_h[-1], self._table.slot_of_column, self._table.sign_of_column) if linear else None
+        following = None
+        for index, segments in reversed(list(enumerate(passes + linear))):
+            sums = summed if index >= len(passes) else None
+            following = lora_tokens(segments, every_h[index], sums, following)
+        assert following is not None, "a step has no tokens"
+        return following
 
     def _check_valid(self) -> None:
         assert self._version == self._table.version, "a slot changed after the step began: begin it again"

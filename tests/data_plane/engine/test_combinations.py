@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from control_plane.registry.model.base_model import BaseModel
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import PlanRefused
-from data_plane.plan import RowAdapter, RowAdapters, RowSampling
+from data_plane.plan import RowAdapter, RowAdapters, RowLogprobs, RowSampling
 from tests.data_plane.engine.planner import Job, Planner, make_plan
 from tests.data_plane.engine.test_oracle import QUERY_VALUE, worker_config
 from tests.e2e.scheduled import ingested
@@ -65,6 +66,7 @@ class Served:
     prompts: list[list[int]]
     names: list[str]
     adapters: dict[str, Any]
+    further: dict[str, Oracle]  # of adapters that no combination has: PEFT may not load them beside others
     slots: dict[str, int] = dataclasses.field(default_factory=dict)
     generation: int = 0
 
@@ -95,20 +97,28 @@ class Served:
         return self.oracle.greedy(self.prompts[index], NUM_TOKENS, name)
 
 
-def serve(arch: str, directory: Path, device: str = "cpu", **settings: Any) -> Served:
+def serve(
+    arch: str,
+    directory: Path,
+    device: str = "cpu",
+    further: Mapping[str, dict[str, Any]] | None = None,
+    **settings: Any,
+) -> Served:
+    """`further`: forms of adapters that no combination has."""
     checkpoint = make_checkpoint(directory / "model", arch)
     paths = {
         name: make_adapter(directory / name, checkpoint, seed=seed, **form)
-        for seed, (name, form) in enumerate(forms(arch).items())
+        for seed, (name, form) in enumerate((forms(arch) | dict(further or {})).items())
     }
-    base_model = BaseModel.load(checkpoint)
+    base_model, further = BaseModel.load(checkpoint), further or {}
     adapters = {name: ingested(path, base_model) for name, path in paths.items()}
-    oracle = Oracle(checkpoint, paths)
+    oracle = Oracle(checkpoint, {name: path for name, path in paths.items() if name not in further})
+    oracles = {name: Oracle(checkpoint, {name: paths[name]}) for name in further}
     for name, (combination, scales) in COMBINATIONS.items():
         oracle.combine(name, scales, combination)
     engine = build_engine(worker_config(checkpoint, device=device, **settings))
     prompts = [make_prompt(seed, length) for seed, length in enumerate(PROMPT_LENGTHS)]
-    return Served(engine, oracle, prompts, list(adapters), adapters)
+    return Served(engine, oracle, prompts, list(adapters), adapters, oracles)
 
 
 @pytest.mark.parametrize(("arch", "lora_form"), [("llama", "native"), ("gpt2", "torch")], indirect=["lora_form"])
@@ -145,11 +155,15 @@ def test_logits_of_combinations_are_pefts(tmp_path: Path) -> None:
     output = served.engine.execute(plan)
     by_row = {logprobs.row: logprobs for logprobs in output.sampled_logprobs}
     for name, job in jobs.items():
-        got = by_row[job.row]
-        ours = np.full(256, np.nan, dtype=np.float32)
-        ours[got.top_token_ids[0]] = got.top_logprobs[0]
-        truth = served.oracle.logits(job.prompt, name)[-1].log_softmax(-1)
-        assert_close(torch.from_numpy(ours), truth, magnitude=MAGNITUDE)
+        check_logits(served, by_row[job.row], job.prompt, name)
+
+
+def check_logits(served: Served, found: RowLogprobs, token_ids: list[int], name: str | None) -> None:
+    """The log-probabilities of what follows the tokens are PEFT's."""
+    ours = np.full(256, np.nan, dtype=np.float32)
+    ours[found.top_token_ids[0]] = found.top_logprobs[0]
+    truth = served.further.get(name or "", served.oracle).logits(token_ids, name)[-1].log_softmax(-1)
+    assert_close(torch.from_numpy(ours), truth, magnitude=MAGNITUDE)
 
 
 def test_a_combination_of_another_generation_is_refused(tmp_path: Path) -> None:

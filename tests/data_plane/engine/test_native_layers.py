@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from data_plane.adapters.arena.scaled_columns import ScaledColumns
+from data_plane.adapters.step.further_columns import FurtherColumns
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.layers.decoder_stack import DecoderStack
@@ -22,8 +25,10 @@ from tests.makers import make_adapter, make_checkpoint
 RECORDED = ("llama", "mistral", "qwen2", "qwen3")
 BLOCK_SIZE = 16
 ADAPTERS = ((8, "all-linear"), (3, "all-linear"), (20, ["q_proj", "down_proj"]))  # ranks and targets
+Columns = int | tuple[int, ...]  # of a sequence's only adapter, -1 for none; or of the adapters that it combines
+Sequences = tuple[tuple[int, int, Columns], ...]
 # Sequences of a step: computed tokens, tokens of the step, slot.
-STEPS = (
+STEPS: tuple[Sequences, ...] = (
     ((0, 5, -1), (0, 40, 0), (0, 17, 1), (0, 1, 2)),
     ((5, 1, -1), (40, 1, 0), (17, 20, 1), (1, 1, 2)),
     ((6, 1, -1), (41, 1, 0)),
@@ -54,21 +59,32 @@ def stack_of(engine: TorchEngine) -> DecoderStack:
     return stacked.stack
 
 
-def logits_of(engine: TorchEngine, sequences: tuple[tuple[int, int, int], ...], *, first: int = 0) -> torch.Tensor:
-    """Of all tokens of a step. Sequence i of `sequences` has the blocks of row first + i, and tokens of its own."""
-    starts, tokens, positions, slots = [0], [], [], []
-    for index, (computed, count, slot) in enumerate(sequences):
+def logits_of(
+    engine: TorchEngine, sequences: Sequences, *, first: int = 0, linear: frozenset[tuple[int, ...]] = frozenset()
+) -> torch.Tensor:
+    """Of all tokens of a step. Sequence i of `sequences` has the blocks of row first + i, and tokens of its own.
+
+    Adapters whose columns are in `linear` have A and B summed, others their products.
+    """
+    starts, tokens, positions = [0], [], []
+    products, summed = np.full((2, 4, sum(count for _, count, _ in sequences)), -1, dtype=np.int32)
+    for index, (computed, count, columns) in enumerate(sequences):
+        every = (columns,) if isinstance(columns, int) else columns
+        table = summed if every in linear else products
+        table[: len(every), starts[-1] : starts[-1] + count] = np.array(every)[:, None]
         generator = torch.Generator().manual_seed(first + index)
         tokens.append(torch.randint(2, 250, (100,), generator=generator)[computed : computed + count])
         positions.append(torch.arange(computed, computed + count))
-        slots += [slot] * count
         starts.append(starts[-1] + count)
     tables = torch.arange(len(sequences) * 4, dtype=torch.int32).view(-1, 4) + 4 * first
     places = torch.cat([(4 * BLOCK_SIZE) * (first + index) + position for index, position in enumerate(positions)])
     lengths = [computed + count for computed, count, _ in sequences]
-    token_slots = torch.tensor(slots, dtype=torch.int32)
-    named = sorted(set(slots) - {-1})
-    lora = engine.adapter_steps.begin(token_slots, named) if named else None
+    every_column = np.concatenate([products, summed])
+    named = sorted(set(every_column.flatten().tolist()) - {-1})
+    further = FurtherColumns(
+        tuple(c for c in products[1:] if (c >= 0).any()), tuple(c for c in summed if (c >= 0).any())
+    )
+    lora = engine.adapter_steps.begin(torch.from_numpy(products[0]), named, further if further.every else None)
     context = engine.model.context
     context.begin(AttentionBatch.build(tables, starts, lengths), places, lora)
     try:
@@ -106,6 +122,61 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_and_in_any_number_of_threa
                     alone = logits_of(engine, (sequence,), first=index)
                     assert torch.equal(alone, together[begin : begin + sequence[1]]), (index, num_threads)
                 begin += sequence[1]
+
+
+def combining(engine: TorchEngine) -> tuple[tuple[Sequences, ...], frozenset[tuple[int, ...]]]:
+    """Steps in which sequences have two to four adapters, or one with a scale; the columns of sums of A and B."""
+    take = ScaledColumns(engine.arena.table).take
+    products = [take(slot, 1, scale, is_linear=False) for slot, scale in ((0, 0.5), (1, -2.0), (2, 1.0), (0, 0.0))]
+    sums = [take(slot, 1, scale, is_linear=True) for slot, scale in ((0, 0.5), (1, -2.0), (2, 1.0), (0, 1.0))]
+    two, four, scaled = tuple(products[:2]), tuple(products), products[1]
+    linear, many = tuple(sums[:2]), tuple(sums)
+    steps: tuple[Sequences, ...] = (
+        ((0, 5, -1), (0, 40, two), (0, 17, linear), (0, 3, four), (0, 2, 1), (0, 9, many), (0, 4, scaled)),
+        ((5, 1, -1), (40, 1, two), (17, 1, linear), (3, 1, four), (2, 1, 1), (9, 20, many), (4, 1, scaled)),
+        ((6, 1, two),),
+        ((7, 1, many), (41, 1, linear)),
+    )
+    return steps, frozenset({linear, many})
+
+
+@pytest.mark.parametrize("arch", RECORDED)
+def test_combinations_of_adapters_compute_as_the_modules(arch: str, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, arch)
+    steps, linear = combining(engine)
+    with torch.inference_mode():
+        for sequences in steps:
+            native = logits_of(engine, sequences, linear=linear)
+            with stack_of(engine).as_modules():
+                plain = logits_of(engine, sequences, linear=linear)
+            # The sums of several adapters, some times -2, are larger than those of one.
+            torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_combination_has_the_same_bits_alone_and_in_a_batch_and_in_any_number_of_threads(
+    dtype: str, tmp_path: Path
+) -> None:
+    engine = make_engine(tmp_path, "llama", dtype)
+    steps, linear = combining(engine)
+    with torch.inference_mode():
+        for sequences in steps[:2]:
+            together, begin = logits_of(engine, sequences, linear=linear), 0
+            for index, sequence in enumerate(sequences):
+                for num_threads in (1, 3):
+                    set_num_threads(num_threads)
+                    alone = logits_of(engine, (sequence,), first=index, linear=linear)
+                    assert torch.equal(alone, together[begin : begin + sequence[1]]), (index, num_threads)
+                begin += sequence[1]
+
+
+def test_a_step_with_combinations_is_one_native_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tmp_path, "llama")
+    steps, linear = combining(engine)
+    monkeypatch.setattr("data_plane.layers.decoder_layer.DecoderLayer.forward", None)
+    with torch.inference_mode():
+        for sequences in steps:
+            assert logits_of(engine, sequences, linear=linear).isfinite().all()
 
 
 def test_layers_with_other_logits_run_as_modules(
