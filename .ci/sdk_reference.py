@@ -25,6 +25,7 @@ SECTIONS = {  # heading: the exported names below it; a name that is in none goe
         "ChatMessage",
         "ToolCall",
         "BeamSearch",
+        "LoraTask",
         "GenerationStream",
         "AsyncGenerationStream",
     ),

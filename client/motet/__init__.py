@@ -83,6 +83,9 @@ if TYPE_CHECKING:
     from motet.inputs.conversations import (
         ToolCall as ToolCall,
     )
+    from motet.inputs.lora_task import (
+        LoraTask as LoraTask,
+    )
     from motet.pooling.calls import (
         Classification as Classification,
     )
@@ -217,6 +220,7 @@ _NAMES_BY_MODULE = {
         "Unauthenticated Unavailable Unimplemented"
     ),
     "motet.inputs.conversations": "ChatMessage ToolCall",
+    "motet.inputs.lora_task": "LoraTask",
     "motet.pooling.calls": "Classification Classifications Embedding Embeddings Pooling PoolingOptions ProblemType",
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",

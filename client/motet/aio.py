@@ -7,7 +7,8 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, Self, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, Unpack
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
@@ -18,12 +19,14 @@ from motet.adapters.asynchronous import AsyncAdapters
 from motet.adapters.watch import event_from, watch_method
 from motet.calls import StreamedCall
 from motet.client import Client
+from motet.connection.bridged_call import BridgedCall
 from motet.connection.channel import Channels, opener, security_of
 from motet.connection.contact import ServerContact, check_target
 from motet.connection.credential import ApiKey, Credential, Metadata
 from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
-from motet.pauses import AsyncPauses
+from motet.inputs.lora_task import TaskUpload
+from motet.pauses import AsyncPauses, is_cancelled
 from motet.pooling.calls import (
     Classifications,
     Embeddings,
@@ -34,7 +37,7 @@ from motet.pooling.calls import (
     classify_call,
     embed_call,
 )
-from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, tenant_metadata
+from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, task_of, tenant_metadata
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import (
@@ -49,6 +52,7 @@ from motet.types import (
 from motet.v1 import generation_pb2, residency_pb2
 
 T = TypeVar("T")
+GenerateCall: TypeAlias = grpc.aio.UnaryStreamCall[Any, Any] | BridgedCall  # its responses are of Generate
 
 
 class AsyncClient:
@@ -102,6 +106,7 @@ class AsyncClient:
         self._target = target
         self._security = security
         self._closing = set[asyncio.Task[None]]()  # channels that were replaced
+        self._lent = WeakSet[Client]()  # for calls that bring weights
         self._options = tuple(options)
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
@@ -124,7 +129,8 @@ class AsyncClient:
         `timeout_s` bounds the whole request, further attempts and continuations of a broken stream included;
         math.inf: no limit.
         """
-        state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
+        request, attempts = generate_request(prompt, options), self._attempts(timeout_s)
+        state = GenerationState(request, attempts, task_of(options))
         return AsyncGenerationStream(state, self._open_stream, metadata_of(options, self._tenant), self._pauses)
 
     async def embed(
@@ -186,7 +192,7 @@ class AsyncClient:
                     raise client_closed() from error
                 delay_s = attempts.after(error_from_rpc(error), is_repeatable=call.is_repeatable)
             except asyncio.CancelledError as error:
-                if self._pauses.is_closed and not _is_cancelled():  # the channel was closed over the call
+                if self._pauses.is_closed and not is_cancelled():  # the channel was closed over the call
                     raise client_closed() from error
                 raise
             else:
@@ -215,7 +221,7 @@ class AsyncClient:
                     raise client_closed() from error
                 delay_s = attempts.after(error_from_rpc(error), is_repeatable=True)
             except asyncio.CancelledError as error:
-                if self._pauses.is_closed and not _is_cancelled():  # the channel was closed over the call
+                if self._pauses.is_closed and not is_cancelled():  # the channel was closed over the call
                     raise client_closed() from error
                 raise
             finally:
@@ -228,13 +234,7 @@ class AsyncClient:
 
         After a broken connection, a registration goes on where the server's copy ends.
         """
-        # In a thread with a blocking client: where the server refuses early and a write fails because of that, grpc.aio
-        # reports the failed write ("Internal error from Core") in place of the server's status.
-        security: dict[str, Any] = self._security.arguments()
-        client = Client(
-            self._target, **security, api_key="", tenant=self._tenant, retry=self._retry, options=self._options
-        )
-        client._contact, client._credential = self._contact, self._credential
+        client = self._blocking_client()
         try:
             return await asyncio.to_thread(client.upload, upload, timeout_s)
         finally:
@@ -270,13 +270,19 @@ class AsyncClient:
     async def close(self) -> None:
         """End every call and the connection. Another thread or task may still be using the client."""
         self._pauses.close()
+        for client in list(self._lent):
+            client.close()
         for channel in self._channels.all():
             await channel.close(None)
         await asyncio.gather(*self._closing)
 
     def _open_stream(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: Metadata
-    ) -> grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]:
+        self, request: generation_pb2.GenerateRequest, upload: TaskUpload | None, timeout_s: float, metadata: Metadata
+    ) -> GenerateCall:
+        if upload is not None:
+            client = self._blocking_client()
+            self._lent.add(client)
+            return BridgedCall(client._open_stream(request, upload, timeout_s, metadata), client.close)
         metadata = (*metadata, *self._credential.metadata())
         channel = self._channels.acquire()
         method = calls.generate_method(channel)
@@ -290,6 +296,15 @@ class AsyncClient:
         if self._channels.may_change:
             call.add_done_callback(lambda _call: self._channels.release(channel))
         return call
+
+    def _blocking_client(self) -> Client:
+        """A client for calls that send a stream; connection/bridged_call.py says why."""
+        security: dict[str, Any] = self._security.arguments()
+        client = Client(
+            self._target, **security, api_key="", tenant=self._tenant, retry=self._retry, options=self._options
+        )
+        client._contact, client._credential = self._contact, self._credential
+        return client
 
     def _close_soon(self, channel: grpc.aio.Channel) -> None:
         task = asyncio.ensure_future(channel.close(None))
@@ -310,8 +325,13 @@ class OpenStream(Protocol):
     """Begins one call of a generation."""
 
     def __call__(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: tuple[tuple[str, str], ...], /
-    ) -> grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]: ...
+        self,
+        request: generation_pb2.GenerateRequest,
+        upload: TaskUpload | None,
+        timeout_s: float,
+        metadata: tuple[tuple[str, str], ...],
+        /,
+    ) -> GenerateCall: ...
 
 
 class AsyncGenerationStream(AsyncIterator[Chunk]):
@@ -363,9 +383,9 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
                     break
                 await self._go_on(error_from_rpc(error))
             except asyncio.CancelledError:
-                if self._is_closed and not _is_cancelled():  # aclose() by another task
+                if self._is_closed and not is_cancelled():  # aclose() by another task
                     break
-                if not self._pauses.is_closed or _is_cancelled():
+                if not self._pauses.is_closed or is_cancelled():
                     self._cancel()
                     raise
                 await self._go_on(client_closed())
@@ -394,7 +414,7 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
     def _open(self) -> None:
         request, timeout_s = self._state.next_request()
         try:
-            self._call = self._open_call(request, timeout_s, self._metadata)
+            self._call = self._open_call(request, self._state.upload, timeout_s, self._metadata)
         except grpc.aio.UsageError as error:  # what a closed channel raises
             if not self._pauses.is_closed:
                 raise
@@ -428,9 +448,3 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
         if hasattr(self, "_call"):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the call with it
                 self._cancel()
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody cancelled the task that runs."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -22,6 +22,7 @@ T = TypeVar("T")
 R = TypeVar("R", covariant=True)
 
 GENERATE = "/motet.v1.GenerationService/Generate"
+GENERATE_WITH_TASK = "/motet.v1.GenerationService/GenerateWithTask"
 _ADAPTERS = "/motet.v1.AdapterService/"
 
 
@@ -97,6 +98,15 @@ def generate_method(channel: Any) -> Any:
         GENERATE,
         request_serializer=generation_pb2.GenerateRequest.SerializeToString,
         response_deserializer=generation_pb2.GenerateResponse.FromString,
+    )
+
+
+def generate_with_task_method(channel: Any) -> Any:
+    """The method GenerateWithTask of a channel of grpc, whose responses are those of Generate."""
+    return channel.stream_stream(
+        GENERATE_WITH_TASK,
+        request_serializer=generation_pb2.GenerateWithTaskRequest.SerializeToString,
+        response_deserializer=lambda data: generation_pb2.GenerateWithTaskResponse.FromString(data).response,
     )
 
 

@@ -20,6 +20,7 @@ from motet.connection.contact import ServerContact, check_target
 from motet.connection.credential import ApiKey, Credential, Metadata
 from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
+from motet.inputs.lora_task import TaskUpload
 from motet.pauses import Pauses
 from motet.pooling.calls import (
     Classifications,
@@ -31,7 +32,7 @@ from motet.pooling.calls import (
     classify_call,
     embed_call,
 )
-from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, tenant_metadata
+from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, task_of, tenant_metadata
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import (
@@ -117,7 +118,8 @@ class Client:
         `timeout_s` bounds the whole request, further attempts and continuations of a broken stream included;
         math.inf: no limit.
         """
-        state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
+        request, attempts = generate_request(prompt, options), self._attempts(timeout_s)
+        state = GenerationState(request, attempts, task_of(options))
         return GenerationStream(state, self._open_stream, metadata_of(options, self._tenant), self._pauses)
 
     def embed(
@@ -270,14 +272,15 @@ class Client:
         return (*tenant_metadata(self._tenant), *self._credential.metadata())
 
     def _open_stream(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: Metadata
+        self, request: generation_pb2.GenerateRequest, upload: TaskUpload | None, timeout_s: float, metadata: Metadata
     ) -> grpc.CallIterator[generation_pb2.GenerateResponse]:
         metadata = (*metadata, *self._credential.metadata())
         channel = self._channels.acquire()
-        method = calls.generate_method(channel)
+        method: Any = calls.generate_method(channel) if upload is None else calls.generate_with_task_method(channel)
+        sent: Any = request if upload is None else upload.messages()
         try:
             call: grpc.CallIterator[generation_pb2.GenerateResponse] = method(
-                request, timeout=timeout_s, metadata=metadata
+                sent, timeout=timeout_s, metadata=metadata
             )
         except BaseException:
             self._channels.release(channel)
@@ -316,7 +319,12 @@ class OpenStream(Protocol):
     """Begins one call of a generation."""
 
     def __call__(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: tuple[tuple[str, str], ...], /
+        self,
+        request: generation_pb2.GenerateRequest,
+        upload: TaskUpload | None,
+        timeout_s: float,
+        metadata: tuple[tuple[str, str], ...],
+        /,
     ) -> grpc.CallIterator[generation_pb2.GenerateResponse]: ...
 
 
@@ -396,7 +404,7 @@ class GenerationStream(Iterator[Chunk]):
     def _open(self) -> None:
         request, timeout_s = self._state.next_request()
         try:
-            self._call = self._open_call(request, timeout_s, self._metadata)
+            self._call = self._open_call(request, self._state.upload, timeout_s, self._metadata)
         except ValueError as error:  # what a closed channel raises
             if not self._pauses.is_closed:
                 raise

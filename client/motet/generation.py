@@ -9,6 +9,7 @@ import dataclasses
 import math
 
 from motet.errors import Cancelled, DataLoss, DeadlineExceeded, MotetError, ResourceExhausted
+from motet.inputs.lora_task import NOT_CACHED, LoraTask, TaskUpload
 from motet.requests import continuation, is_resumable, repetition, what_changed
 from motet.retries import Attempts
 from motet.types import Chunk, Completion, Finished, Generation, Started, TokenLogprobs
@@ -19,8 +20,14 @@ from motet.wire import finished_from, logprobs_from, started_from
 class GenerationState:
     """Everything received of one request, whatever number of calls that took."""
 
-    def __init__(self, request: generation_pb2.GenerateRequest, attempts: Attempts) -> None:
+    def __init__(
+        self, request: generation_pb2.GenerateRequest, attempts: Attempts, task: LoraTask | None = None
+    ) -> None:
+        """`task`: has the weights of the LoRA task that the request names."""
         self.started: Started | None = None
+        self.upload: TaskUpload | None = None  # what is sent at this point in place of the request alone
+        self._task = task
+        self._brings_weights = task is not None and not task.digest
         self._request = request
         self._is_resumable = is_resumable(request)
         self._started_message: generation_pb2.GenerationStarted | None = None
@@ -40,16 +47,24 @@ class GenerationState:
         return tuple(state.whole(finished) for state, finished in ended if finished is not None)
 
     def next_request(self) -> tuple[generation_pb2.GenerateRequest, float]:
-        """What to send at this point, and the seconds left for it."""
+        """What to send at this point, with `upload` if there is one, and the seconds left for it."""
         self._is_call_started = False
-        remaining_s = self._attempts.remaining_s
+        request = self._next_message()
+        self.upload = None
+        if self._task is not None and self._brings_weights:
+            self.upload = TaskUpload(request, self._task)
+        return request, self._attempts.remaining_s
+
+    def _next_message(self) -> generation_pb2.GenerateRequest:
         if self._started_message is None:
-            return self._request, remaining_s
+            if self._task is None or self._brings_weights:
+                return self._request
+            return self._task.pinned(self._request)
         for completion in self._completions:
             completion.begin_call(is_repetition=not self._is_resumable)
         if not self._is_resumable:
-            return repetition(self._request, self._started_message), remaining_s
-        return continuation(self._request, self._started_message, self._completions[0].token_ids), remaining_s
+            return repetition(self._request, self._started_message)
+        return continuation(self._request, self._started_message, self._completions[0].token_ids)
 
     def fold(self, response: generation_pb2.GenerateResponse) -> Chunk | None:
         """The chunk that an event makes, None if it makes none. Raises DataLoss if events contradict each other."""
@@ -83,7 +98,8 @@ class GenerationState:
         3. Nobody is there, or the server failed the call: the request is sent again, or continued, while Attempts
            allows it.
         4. Something was returned and the server has no room at present: the same.
-        5. Anything else is raised.
+        5. The request named a LoRA task that is not cached, and its weights are here: it is sent again with them.
+        6. Anything else is raised.
         """
         if self.started is not None and all(completion.finished is not None for completion in self._completions):
             return None
@@ -91,6 +107,11 @@ class GenerationState:
             raise self._missing_end()
         if isinstance(error, DeadlineExceeded):
             raise self._timed_out() from error
+        if self.upload is not None and self.upload.failure is not None:
+            raise self.upload.failure from error
+        if self._task is not None and self.upload is None and error.reason == NOT_CACHED:
+            self._brings_weights = True
+            return 0.0
         if isinstance(error, ResourceExhausted) and self.started is not None and not self._is_call_started:
             return self._attempts.when_there_is_room(error)
         return self._attempts.after(error, is_repeatable=True)
@@ -124,6 +145,7 @@ class GenerationState:
         if self._is_call_started:
             raise _broken_promise("started twice")
         self._is_call_started = True
+        self._brings_weights = False  # the server has them, at least at this moment
         first = self._started_message
         if first is None:
             started, num_requested = started_from(message), self._request.decoding.n or 1
@@ -131,6 +153,8 @@ class GenerationState:
                 raise _broken_promise(f"{started.n} completions where {num_requested} were requested")
             self._started_message, self.started = message, started
             self._completions = [_CompletionState(index) for index in range(self.started.n)]
+            if self._task is not None:
+                self._task.digest = message.adapter_digest
         elif (change := what_changed(first, message)) is not None:
             name, value, before = change
             raise _broken_promise(f"continued with {name} {value}, not {before}")

@@ -66,3 +66,9 @@ class AsyncPauses:
         self.is_closed = True
         for sleeper in self._sleepers.values():
             sleeper.cancel()
+
+
+def is_cancelled() -> bool:
+    """Whether somebody cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

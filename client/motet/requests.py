@@ -20,6 +20,7 @@ from motet.inputs.conversations import (
     refuse_conversation_options,
     set_conversation,
 )
+from motet.inputs.lora_task import LoraTask, task_id_of
 from motet.inputs.scalars import integer_of, text_of, uint_of
 from motet.types import BeamSearch
 from motet.v1 import generation_pb2, types_pb2
@@ -44,6 +45,7 @@ class GenerateOptions(SamplingOptions, ConversationOptions, total=False):
     adapter_digest: str  # pins one version of it; empty for the active one, or the canary
     adapters: AdapterUses  # instead of adapter: up to 4 that act together, {"a": 0.7, "b": 0.3}; or one with a scale
     combination: Combination | None  # how adapters are combined, as PEFT does: "cat" (default) or "linear"
+    lora_task: LoraTask | int | None  # instead of adapter: weights sent under a number, or the number of such weights
     routing_key: str  # requests with equal keys get the same one of active version and canary; at most 128 bytes
     max_tokens: int | None  # most tokens to generate
     n: int | None  # completions to return, each with its own index
@@ -73,6 +75,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         adapter_digest=text_of("adapter_digest", options.get("adapter_digest", "")),
         adapters=uses_to(options.get("adapters", ())),
         combination=combination_to(options.get("combination")),
+        lora_task_id=task_id_of(options.get("lora_task")),
         routing_key=text_of("routing_key", options.get("routing_key", "")),
         cache_salt=text_of("cache_salt", options.get("cache_salt", "")),
         sampling=_sampling(options),
@@ -89,6 +92,12 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         request.stopping.ignore_eos = ignore_eos
     _set_prompt(request, prompt, options)
     return request
+
+
+def task_of(options: GenerateOptions) -> LoraTask | None:
+    """The weights that the request may bring."""
+    task = options.get("lora_task")
+    return task if isinstance(task, LoraTask) else None
 
 
 def metadata_of(options: GenerateOptions, default_tenant: str) -> tuple[tuple[str, str], ...]:

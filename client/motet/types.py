@@ -94,7 +94,7 @@ class Started(SamplingInEffect):
     """
 
     request_id: str
-    adapter: str  # "adapters/{id}"; empty for the base model
+    adapter: str  # "adapters/{id}", or "lora_tasks/{number}"; empty for the base model
     adapter_digest: str  # version in use, fixed for the whole stream; empty for the base model
     prompt_tokens: int
     cached_tokens: int  # prompt tokens taken from the prefix cache
@@ -110,6 +110,7 @@ class Started(SamplingInEffect):
     render_time: datetime | None = None  # for a conversation: when its chat template was rendered, UTC
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where requested: the prompt's tokens from the second on
     adapters: tuple[AdapterUse, ...] = ()  # of a request with `adapters`: full names, versions in use and scales
+    lora_task_id: int | None = None  # of a request with `lora_task`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,50 +1,21 @@
-"""Turns an adapter's directory, written by PEFT or by TensorRT-LLM's tools, into the messages of an upload.
-
-The files are streamed from disk.
-Everything that can be wrong with the directory is found before the first message.
-"""
+"""Turns an adapter's directory into the messages of an upload, which goes on where a broken one ended."""
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from motet.adapters.files import files_of
 from motet.calls import UnaryCall
-from motet.errors import InvalidArgument, MotetError, ServerError, invalid_field
+from motet.errors import InvalidArgument, MotetError, ServerError
 from motet.types import Adapter, AdapterVisibility, VersionRollout
 from motet.v1 import adapters_pb2
 from motet.wire import adapter_from, rollout_message, visibility_message
 
-CHUNK_BYTES = 512 * 1024
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-# TensorRT-LLM's arrays, and the exact values that `motet convert peft-to-trtllm` may write beside them.
-WEIGHTS_ARRAY, ROWS_ARRAY, EXACT_ARRAY = "model.lora_weights.npy", "model.lora_config.npy", "model.lora_exact.npy"
-# Sent where the directory has them: what an adapter may bring beside its weights.
-COMPANION_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-SIGNATURE_FILE = "model.sig"  # sent where the directory has one
 _MAX_STEPS_MISSED = 5  # further GetUpload calls because the server's files changed after its response
-_PICKLE_FILE = "adapter_model.bin"
-_LFS_POINTER = b"version https://git-lfs"
 
 Progress = Callable[[int, int], None]  # (bytes sent, bytes in all)
-
-
-@dataclass(frozen=True)
-class _File:
-    path: Path
-    size_bytes: int
-    sha256: str
 
 
 class AdapterUpload:
@@ -71,16 +42,13 @@ class AdapterUpload:
         """Reads and hashes the files: seconds for gigabytes. Raises InvalidArgument if they cannot be an adapter."""
         self.failure: MotetError | None = None
         self._progress = progress
-        self._files = [_describe(path) for path in _adapter_files(Path(directory))]
+        self._files = files_of(directory)
         self._total_bytes = sum(file.size_bytes for file in self._files)
         self._header = adapters_pb2.UploadHeader(
             adapter_id=name.removeprefix("adapters/"),
             display_name=display_name,
             labels=dict(labels or {}),
-            files=[
-                adapters_pb2.UploadFile(name=file.path.name, size_bytes=file.size_bytes, sha256=file.sha256)
-                for file in self._files
-            ],
+            files=[file.listed() for file in self._files],
             visibility=visibility_message(visibility),
             shared_with=shared_with,
             owner=owner,
@@ -130,94 +98,13 @@ class AdapterUpload:
         self._was_resumed, self._was_sent = self._was_sent, True
         yield adapters_pb2.UploadAdapterRequest(header=self._header)
         num_sent = sum(self._received)
-        for file_index, (file, begin) in enumerate(zip(self._files, self._received, strict=True)):
-            for offset in range(begin, file.size_bytes, CHUNK_BYTES):
-                data = self._read(file, offset)
-                chunk = adapters_pb2.UploadChunk(file_index=file_index, offset=offset, data=data)
-                yield adapters_pb2.UploadAdapterRequest(chunk=chunk)
-                num_sent += len(data)
-                if self._progress is not None:
-                    self._progress(num_sent, self._total_bytes)
-
-    def _read(self, file: _File, offset: int) -> bytes:
-        # Opened per chunk, so that an abandoned upload leaves no open file behind.
-        expected = min(CHUNK_BYTES, file.size_bytes - offset)
         try:
-            with file.path.open("rb") as opened:
-                opened.seek(offset)
-                data = opened.read(expected)
-            if len(data) != expected:
-                raise OSError(f"{expected} bytes expected at {offset}, {len(data)} there")
-        except OSError as error:
-            self.failure = InvalidArgument(f"{file.path.name} changed during the upload: {error}")
-            raise self.failure from error
-        return data
-
-
-def _adapter_files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        raise invalid_field("directory", f"{directory} is not a directory; give the one PEFT's save_pretrained wrote")
-    if (directory / WEIGHTS_ARRAY).is_file():
-        return _trtllm_files(directory)
-    config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
-    if not weights.is_file() and (directory / _PICKLE_FILE).is_file():
-        raise invalid_field(
-            "directory",
-            f"{directory} has its weights only as {_PICKLE_FILE}, a pickle, which can run code and is refused; "
-            f"load the adapter with PEFT where you trust it and save it again with "
-            f"model.save_pretrained(DIR, safe_serialization=True)",
-            reason="ADAPTER_INVALID",
-        )
-    for path in (config, weights):
-        if not path.is_file():
-            raise invalid_field(
-                "directory", f"{directory} has no {path.name}; {_way_on(directory)}", reason="ADAPTER_INVALID"
-            )
-    beside = [directory / name for name in (*COMPANION_FILES, SIGNATURE_FILE)]
-    return [config, weights, *(path for path in beside if path.is_file())]
-
-
-def _trtllm_files(directory: Path) -> list[Path]:
-    if (directory / WEIGHTS_FILE).is_file():
-        raise invalid_field(
-            "directory",
-            f"{directory} has {WEIGHTS_ARRAY} and {WEIGHTS_FILE}; keep one of the two",
-            reason="ADAPTER_INVALID",
-        )
-    if not (directory / ROWS_ARRAY).is_file():
-        raise invalid_field(
-            "directory",
-            f"{directory} has no {ROWS_ARRAY}, which TensorRT-LLM's hf_lora_convert.py writes beside {WEIGHTS_ARRAY}",
-            reason="ADAPTER_INVALID",
-        )
-    beside = [directory / name for name in (CONFIG_FILE, EXACT_ARRAY, SIGNATURE_FILE)]
-    return [directory / WEIGHTS_ARRAY, directory / ROWS_ARRAY, *(path for path in beside if path.is_file())]
-
-
-def _way_on(directory: Path) -> str:
-    """What to do about a directory without an adapter, from what lies there instead."""
-    shards = sorted(path.name for path in directory.glob("adapter_model-*-of-*.safetensors"))
-    if shards:
-        return f"its weights are in {len(shards)} shards ({shards[0]} ...): join them into one {WEIGHTS_FILE}"
-    below = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG_FILE}"))
-    if below:
-        return (
-            f"there are adapters in {', '.join(below[:3])}{', ...' if below[3:] else ''}: give one of these directories"
-        )
-    return f"an adapter is {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's save_pretrained writes them"
-
-
-def _describe(path: Path) -> _File:
-    try:
-        with path.open("rb") as opened:
-            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise invalid_field(
-                    "directory",
-                    f"{path.name} is a git-lfs pointer, not the file itself; run `git lfs pull` in the clone",
-                    reason="ADAPTER_INVALID",
-                )
-            opened.seek(0)
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            return _File(path, opened.tell(), digest)
-    except OSError as error:
-        raise invalid_field("directory", f"{path.name} cannot be read: {error.strerror}") from error
+            for index, (file, begin) in enumerate(zip(self._files, self._received, strict=True)):
+                for chunk in file.chunks(index, begin):
+                    yield adapters_pb2.UploadAdapterRequest(chunk=chunk)
+                    num_sent += len(chunk.data)
+                    if self._progress is not None:
+                        self._progress(num_sent, self._total_bytes)
+        except InvalidArgument as error:
+            self.failure = error
+            raise

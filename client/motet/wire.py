@@ -79,6 +79,7 @@ def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
         adapter=message.adapter,
         adapter_digest=message.adapter_digest,
         adapters=uses_from(message),
+        lora_task_id=message.lora_task_id if message.HasField("lora_task_id") else None,
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,
         queue_time_s=_seconds(message.queue_time),

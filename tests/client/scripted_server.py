@@ -192,6 +192,16 @@ class ScriptedServer(
         self.tenants.append(dict(context.invocation_metadata()).get("motet-tenant"))
         yield from self.scripts.popleft()(request, context)
 
+    def GenerateWithTask(self, messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        header = next(messages).header
+        self.requests.append(header)
+        if self.upload_error is not None:
+            self.upload_error(context)
+        contents = self._contents(header, messages)
+        self.files = {file.name: content for file, content in zip(header.files, contents, strict=True)}
+        for response in self.scripts.popleft()(header.request, context):
+            yield generation_pb2.GenerateWithTaskResponse(response=response)
+
     def waiting_for_cancel(self, *first: Response) -> Script:
         """Sends `first`, then nothing more until the client cancels, which sets `cancelled`."""
 
@@ -209,16 +219,8 @@ class ScriptedServer(
         self.requests.append(header)
         if self.upload_error is not None:
             self.upload_error(context)
-        contents = [bytearray() for _ in header.files]
-        for message in messages:
-            chunk = message.chunk
-            assert chunk.offset == len(contents[chunk.file_index])
-            self.chunk_sizes.append(len(chunk.data))
-            contents[chunk.file_index] += chunk.data
-        for file, content in zip(header.files, contents, strict=True):
-            assert file.size_bytes == len(content)
-            assert file.sha256 == hashlib.sha256(content).hexdigest()
-            self.files[file.name] = bytes(content)
+        for file, content in zip(header.files, self._contents(header, messages), strict=True):
+            self.files[file.name] = content
         adapter = make_adapter(
             header.adapter_id,
             display_name=header.display_name,
@@ -231,6 +233,19 @@ class ScriptedServer(
         if not header.validate_only:
             self.adapters[header.adapter_id] = adapter
         return adapters_pb2.UploadAdapterResponse(adapter=adapter)
+
+    def _contents(self, header: Any, messages: Iterator[Any]) -> list[bytes]:
+        """The files that follow a header, as it announces them."""
+        contents = [bytearray() for _ in header.files]
+        for message in messages:
+            chunk = message.chunk
+            assert chunk.offset == len(contents[chunk.file_index])
+            self.chunk_sizes.append(len(chunk.data))
+            contents[chunk.file_index] += chunk.data
+        for file, content in zip(header.files, contents, strict=True):
+            assert file.size_bytes == len(content)
+            assert file.sha256 == hashlib.sha256(content).hexdigest()
+        return [bytes(content) for content in contents]
 
     def _find(self, request: Any, context: grpc.ServicerContext) -> adapters_pb2.Adapter:
         self.requests.append(request)

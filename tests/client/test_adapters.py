@@ -24,7 +24,7 @@ from motet import (
     RegistrationChange,
     Unavailable,
 )
-from motet.uploads import CHUNK_BYTES
+from motet.adapters.files import CHUNK_BYTES
 from motet.v1 import adapters_pb2
 
 from tests.client.conftest import Driver

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 from motet import Client
-from motet.uploads import CHUNK_BYTES, AdapterUpload
+from motet.adapters.files import CHUNK_BYTES
+from motet.uploads import AdapterUpload
 
 from control_plane.api.text.codec import TextCodec
 from tests.control_plane.api.fakes import Api

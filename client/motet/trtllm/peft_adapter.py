@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from motet.adapters.files import CONFIG_FILE, WEIGHTS_FILE
 from motet.errors import invalid_field
 from motet.lora_module_ids import id_of
 from motet.trtllm.base_weights import split
 from motet.trtllm.tensors import TensorFile
-from motet.uploads import CONFIG_FILE, WEIGHTS_FILE
 
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_magnitude_vector(?:\.weight)?)\Z"

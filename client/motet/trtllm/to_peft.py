@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from motet.adapters.files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE
 from motet.errors import invalid_field
 from motet.lora_module_ids import GATE_UP, MODULES, paths_of
 from motet.trtllm.base_weights import BaseWeights
@@ -19,7 +20,6 @@ from motet.trtllm.peft_adapter import scaling_of
 from motet.trtllm.scaled import unscaled
 from motet.trtllm.tensors import Tensor, decode, read_rows, read_table, require_numpy, write_safetensors
 from motet.trtllm.to_rows import TENSORS_FILE, Conversion
-from motet.uploads import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from motet.trtllm.tensors import Array

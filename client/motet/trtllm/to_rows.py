@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from motet.adapters.files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY
 from motet.errors import invalid_field
 from motet.lora_module_ids import GATE_UP, id_of
 from motet.trtllm.base_weights import BaseWeights
 from motet.trtllm.peft_adapter import PeftAdapter, PeftModule, read_peft
 from motet.trtllm.scaled import corrections_of, is_lossless, scaled
 from motet.trtllm.tensors import DTYPES, encode, require_numpy, write_rows
-from motet.uploads import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY
 
 if TYPE_CHECKING:
     from motet.trtllm.tensors import Array

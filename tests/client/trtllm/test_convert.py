@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from motet.adapters.files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE
 from motet.cli.main import main
 from motet.errors import InvalidArgument
 from motet.trtllm.to_peft import trtllm_to_peft
 from motet.trtllm.to_rows import peft_to_trtllm
-from motet.uploads import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE, AdapterUpload
+from motet.uploads import AdapterUpload
 from safetensors.torch import load_file, save_file
 
 from control_plane.registry.model.base_model import BaseModel

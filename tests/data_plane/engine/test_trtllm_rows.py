@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from motet.adapters.files import ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE
 from motet.trtllm.to_rows import peft_to_trtllm
-from motet.uploads import ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE
 
 from tests.data_plane.engine.test_adapter_forms import check_forms
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from motet import AsyncClient, Client, uploads
+from motet import AsyncClient, Client
+from motet.adapters import files
 from motet.v1 import adapters_pb2
 
 from control_plane.api.admin import upload as server_upload
@@ -60,7 +61,7 @@ class Cutter:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(uploads, "CHUNK_BYTES", 32 * KIB)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 32 * KIB)
     monkeypatch.setattr(server_upload, "WRITE_BYTES", 1)
     made = tmp_path / "adapter"
     made.mkdir()
@@ -100,7 +101,7 @@ async def test_upload_goes_on_where_the_connection_broke(api: Api, directory: Pa
     assert cutter.on_disk == sorted(cutter.on_disk)
     assert len(cutter.on_disk) == len(thresholds)
     assert sent[-1] == total
-    assert {have + uploads.CHUNK_BYTES for have in cutter.on_disk} <= set(sent), "progress goes on from there"
+    assert {have + files.CHUNK_BYTES for have in cutter.on_disk} <= set(sent), "progress goes on from there"
     assert not list(api.uploads_dir.iterdir())
 
 
