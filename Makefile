@@ -122,7 +122,7 @@ format: setup-dev  ## let ruff and buf rewrite
 	$(BIN)/buf format -w protos/motet
 
 type: setup-dev  ## mypy, strict; tests, examples/ and the programs of README.md too
-	$(BIN)/mypy contract control_plane data_plane kernels client/motet benchmarks examples tests
+	$(BIN)/mypy contract control_plane data_plane gateway kernels client/motet benchmarks examples tests
 	$(PY) .ci/readme_types.py
 
 stubs: $(STUBS_VENV)/.stamp  ## regenerate the stubs from protos/, and protos/google

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("control_plane", "data_plane", "kernels", "client", "benchmarks", "contract")
+PRODUCT = ("control_plane", "data_plane", "gateway", "kernels", "client", "benchmarks", "contract")
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
 GENERATED = ("_pb2.py", "_pb2_grpc.py", "_pb2.pyi")

@@ -26,7 +26,7 @@ AUDIT_LOGGER = "motet.audit"
 PROGRESS_EVERY_S = 2.0
 _MAX_SECRET_CHARS = 4096
 
-_OUR_PACKAGES = ("contract", "control_plane", "data_plane", "kernels", "motet")
+_OUR_PACKAGES = ("contract", "control_plane", "data_plane", "gateway", "kernels", "motet")
 
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"

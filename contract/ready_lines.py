@@ -6,6 +6,7 @@ import re
 
 CONTROL_PLANE_READY = re.compile(r"motet control-plane ready clients=(?P<clients>\S+) workers=(?P<workers>\S+)")
 WORKER_READY = re.compile(r"motet worker ready worker_id=(?P<worker_id>\S+) epoch=(?P<epoch>\d+)")
+GATEWAY_READY = re.compile(r"motet gateway ready listen=(?P<listen>\S+)")
 
 
 def control_plane_ready(clients: str, workers: str) -> str:
@@ -16,3 +17,8 @@ def control_plane_ready(clients: str, workers: str) -> str:
 def worker_ready(worker_id: str, epoch: int) -> str:
     """What WORKER_READY matches. `epoch` is the number of the worker's session, unique over all workers."""
     return f"motet worker ready worker_id={worker_id} epoch={epoch}"
+
+
+def gateway_ready(listen: str) -> str:
+    """What GATEWAY_READY matches: HOST:PORT of the HTTP port."""
+    return f"motet gateway ready listen={listen}"

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("benchmarks", "client", "contract", "control_plane", "data_plane", "examples", "kernels", "protos", ".ci")
+PACKAGES = (
+    *("benchmarks", "client", "contract", "control_plane", "data_plane", "examples", "gateway", "kernels", "protos"),
+    ".ci",
+)
 GENERATED = {ROOT / "client" / "motet" / "v1", ROOT / "contract" / "v1"}
 TEXT_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".txt", ".proto", ".yaml", ".yml", ".cfg", ".ini", ""}
 NOT_OURS = {".git", ".motet", "__pycache__", "build", "dist", "motet-data", "node_modules"}
