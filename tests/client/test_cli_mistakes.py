@@ -135,7 +135,7 @@ def test_digest_in_full_is_sent_as_it_is(server: ScriptedServer) -> None:
 def test_missing_server_part_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(server_parts, "CHECKOUT", tmp_path)
-    for command in ("control-plane", "worker", "up"):
+    for command in ("control-plane", "worker", "gateway", "up"):
         assert main([command, "--model", "x"]) == exits.FAILED
         assert "holds the client only" in capsys.readouterr().err
 
@@ -151,7 +151,7 @@ def test_command_line_without_a_command_says_which_there_are(capsys: Capture) ->
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == exits.USAGE
-    names = "generate, embed, classify, adapters, status, audit, keys, convert, up, control-plane, worker"
+    names = "generate, embed, classify, adapters, status, audit, keys, convert, up, control-plane, worker, gateway"
     assert capsys.readouterr().err == f"motet: no command; give one of {names}; see motet --help\n"
 
 

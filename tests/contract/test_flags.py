@@ -26,11 +26,12 @@ from contract.process_log import settings_line
 from control_plane.access.settings import AccessSettings
 from control_plane.config import ServerConfig
 from data_plane.config import WorkerConfig
+from gateway.config import GatewayConfig
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 # How a unit is written in the tables.
 SHORT_UNITS = {"seconds": "s", "milliseconds": "ms", "a count": "count", "a share": "share"}
-TABLES = {ServerConfig: "Control plane", AccessSettings: "Access", WorkerConfig: "Worker"}
+TABLES = {ServerConfig: "Control plane", AccessSettings: "Access", WorkerConfig: "Worker", GatewayConfig: "Gateway"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,9 @@ def test_the_documentation_has_every_flag_with_unit_and_default(config_class: ty
     assert not wrong
 
 
-@pytest.mark.parametrize("config_class", [ServerConfig, WorkerConfig], ids=lambda config_class: config_class.__name__)
+@pytest.mark.parametrize(
+    "config_class", [ServerConfig, WorkerConfig, GatewayConfig], ids=lambda config_class: config_class.__name__
+)
 def test_no_two_fields_have_one_name(config_class: type[Any]) -> None:
     """The command line keeps the values of all groups side by side, by the names of their fields."""
     parts = [config_class, *groups_of(config_class).values()]

@@ -29,6 +29,7 @@ _HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "up": ("run control plane and worker on this machine", up.run_up),
     "control-plane": ("run the control plane alone", server_parts.run_control_plane),
     "worker": ("run one worker alone", server_parts.run_worker),
+    "gateway": ("run the HTTP gateway", server_parts.run_gateway),
 }
 
 

@@ -1,4 +1,4 @@
-"""`motet control-plane` and `motet worker`: hand the command line to the server parts of a checkout.
+"""`motet control-plane`, `motet worker` and `motet gateway`: hand the command line to the server parts of a checkout.
 
 The published package holds the client only; the server parts are imported when needed and not before.
 """
@@ -29,6 +29,12 @@ def run_control_plane(argv: Sequence[str]) -> int:
 def run_worker(argv: Sequence[str]) -> int:
     """`motet worker ARGS`."""
     code: int = load("data_plane.worker").main(list(argv))
+    return code
+
+
+def run_gateway(argv: Sequence[str]) -> int:
+    """`motet gateway ARGS`."""
+    code: int = load("gateway.main").main(list(argv))
     return code
 
 

@@ -1,0 +1,58 @@
+"""What a caller is refused with: an HTTP status, a sentence, headers. The one table from gRPC's statuses to HTTP's.
+
+A protocol gives a refusal the body that its clients read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+from motet import MotetError
+
+MAX_MESSAGE_CHARS = 2000  # of a message, which may repeat what the caller sent
+
+_STATUS_BY_CODE: Mapping[grpc.StatusCode, int] = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.ABORTED: 409,
+    grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+# Clients repeat 409, 429 and every 5xx by themselves. Where a repetition cannot help, a header says so.
+_NO_RETRY = {"x-should-retry": "false"}
+_WITHOUT_RETRY = frozenset({409, 500, 501, 504})
+
+
+class Refusal(Exception):
+    """A request that is not served."""
+
+    def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message[:MAX_MESSAGE_CHARS]
+        self.headers: Mapping[str, str] = dict(headers or {})
+
+
+def refusal_from(error: MotetError) -> Refusal:
+    """What an error of the SDK is over HTTP. An unknown one is 500."""
+    status = _STATUS_BY_CODE.get(error.code, 500)
+    headers = dict(_NO_RETRY) if status in _WITHOUT_RETRY else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.retry_after_s is not None:
+        headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    return Refusal(status, error.message, headers=headers)
+
+
+def is_callers_mistake(error: MotetError) -> bool:
+    """Whether the caller has to change something: the request, the key, or the adapter."""
+    return _STATUS_BY_CODE.get(error.code, 500) < 429

@@ -1,0 +1,101 @@
+"""Settings of the gateway that belong to no protocol: where it listens, which server it speaks to, its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from motet.command_line import byte_size
+from motet.connection.contact import check_target
+from motet.connection.credential import is_this_machine
+from motet.errors import InvalidArgument
+from motet.tls import TlsError, tls_files
+
+from contract import flags
+from contract.flags import optional_path, setting
+from contract.process_log import LOG_LEVELS
+
+SERVER_TLS_FLAGS = ("--server-tls-ca", "--server-tls-cert", "--server-tls-key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """Everything that an operator sets about the gateway, whatever protocol it speaks."""
+
+    listen: str = setting("address of the HTTP port", "127.0.0.1:8000", metavar="HOST:PORT")
+    server: str = setting("address of Motet's port for clients", "127.0.0.1:50051", metavar="HOST:PORT")
+    tls_cert: Path | None = setting(
+        "certificate of the HTTP port, PEM, with its chain; turns TLS on",
+        None,
+        shown_default="no TLS",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    tls_key: Path | None = setting(
+        "private key of --tls-cert, PEM", None, shown_default="none", parse=optional_path, metavar="FILE"
+    )
+    server_tls_ca: Path | None = setting(
+        "authorities that sign the certificate of --server, PEM; turns TLS to it on",
+        None,
+        shown_default="no TLS",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    server_tls_cert: Path | None = setting(
+        "certificate of the gateway, PEM, where the server needs one",
+        None,
+        shown_default="none",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    server_tls_key: Path | None = setting(
+        "private key of --server-tls-cert, PEM", None, shown_default="none", parse=optional_path, metavar="FILE"
+    )
+    insecure: bool = setting("listen, and send keys to --server, without TLS where other machines are reached", False)
+    max_body_bytes: int = setting(
+        "longest body of a request", 32 << 20, unit="bytes", parse=byte_size, lowest=1024, metavar="SIZE"
+    )
+    request_timeout_s: float = setting("longest time that one generation may take", 3600.0, unit="seconds", lowest=1)
+    server_absence_s: float = setting(
+        "requests wait so long for a server that cannot be reached", 30.0, unit="seconds", lowest=0
+    )
+    drain_timeout_s: float = setting("open requests get this long at the end", 30.0, unit="seconds", lowest=0)
+    log_level: str = setting("what is logged", "info", choices=LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        if (mistake := flags.find_mistake(self)) is not None:
+            raise ValueError(mistake)
+        host, port = split_address(self.listen)
+        try:
+            check_target(self.server)
+        except InvalidArgument as error:
+            raise ValueError(f"--server: {error.field_violations[0].description}") from error
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key: give both, or none")
+        if not self.insecure and self.tls_cert is None and not is_loopback(host):
+            raise ValueError(
+                f"--listen: {host}:{port} is reached by other machines and has no TLS: give --tls-cert and --tls-key, "
+                "or --insecure"
+            )
+        if not self.insecure and self.server_tls_ca is None and not is_this_machine(self.server):
+            raise ValueError(
+                f"--server: keys would be sent in plaintext to {self.server}, which is another machine: give "
+                "--server-tls-ca, or --insecure"
+            )
+        try:
+            tls_files(self.server_tls_ca, self.server_tls_cert, self.server_tls_key, SERVER_TLS_FLAGS)
+        except TlsError as error:
+            raise ValueError(str(error)) from error
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT; an IPv6 address is in brackets. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--listen: {text!r} is not HOST:PORT with a port up to 65535")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. A name other than localhost may be anything."""
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,49 @@
+"""The connection to Motet: one channel for all requests, each with its own key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from motet import AsyncClient, MotetError, RetryPolicy, Unavailable
+
+from gateway.http.keys import current_key
+from gateway.http.settings import HttpSettings
+
+
+class Upstream:
+    """Motet as the handlers of requests see it. Make it inside the loop, and close it."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        """Raises InvalidArgument if keys would be sent in plaintext to another machine."""
+        absence_s = settings.server_absence_s
+        arguments: dict[str, Any] = {
+            "tls_ca": settings.server_tls_ca,
+            "tls_cert": settings.server_tls_cert,
+            "tls_key": settings.server_tls_key,
+            "retry": RetryPolicy(max_absence_s=absence_s, connect_timeout_s=absence_s),
+            "timeout_s": absence_s + 10.0,
+        }
+        self._with_key = AsyncClient(
+            settings.server, api_key=current_key, allow_plaintext_key=settings.insecure, **arguments
+        )
+        self._without_key = AsyncClient(settings.server, api_key="", **arguments)
+
+    @property
+    def client(self) -> AsyncClient:
+        """Sends the key of the request that this task handles."""
+        return self._with_key if current_key() else self._without_key
+
+    async def is_reachable(self) -> bool:
+        """Whether Motet responds, be it with a refusal."""
+        try:
+            await self._without_key.status()
+        except Unavailable:
+            return False
+        except MotetError:
+            return True
+        return True
+
+    async def close(self) -> None:
+        """End every call and the connections."""
+        await self._with_key.close()
+        await self._without_key.close()

@@ -1,0 +1,39 @@
+"""The gateway's command: reads the command line, sets up the log, serves until a signal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import uvloop
+from motet import MotetError
+from motet.command_line import Parser
+
+from contract.flags import add_arguments, from_args
+from contract.process_log import configure_logging, settings_line
+from contract.redaction import redacted
+from gateway.app import gateway_app
+from gateway.config import GatewayConfig
+from gateway.http.server import serve
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a gateway until SIGTERM or SIGINT; the exit status."""
+    parser = Parser(prog="motet gateway", description="Motet over HTTP: the sampling part of the Tinker protocol.")
+    add_arguments(parser, GatewayConfig)
+    try:
+        config: GatewayConfig = from_args(parser.parse_args(argv), GatewayConfig)
+    except ValueError as error:
+        parser.refuse(str(error))
+    configure_logging(config.http.log_level, process="gateway")
+    logger.info("settings %s", settings_line(config, only_changed=True))
+    try:
+        uvloop.run(serve(gateway_app(config), config.http))
+    except (MotetError, OSError) as error:
+        # What an operator can mend needs one line; anything else is our mistake and shows its traceback.
+        print(f"{parser.prog}: {redacted(str(error))}", file=sys.stderr)
+        return 1
+    return 0

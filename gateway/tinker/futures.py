@@ -1,0 +1,130 @@
+"""Sample requests between `asample`, which starts one, and `retrieve_future`, which waits for its result.
+
+In memory and short-lived: after a restart an id is unknown, which the SDK takes as the word to send its request again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from gateway.tinker.settings import TinkerSettings
+
+Outcome = bytes | BaseException  # an response, or what kept it from coming
+
+
+class TooManySamples(Exception):
+    """No room for a further request at present."""
+
+
+class UnknownSample(Exception):
+    """No request of this id and owner: it was never sent here, was cancelled, or its result is no longer kept."""
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    owner: str
+    last_seen_s: float  # when its client last polled it, or its result came
+    task: asyncio.Task[None] | None = None
+    outcome: Outcome | None = None
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    num_waiting: int = 0  # polls that wait at present
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.outcome) if isinstance(self.outcome, bytes) else 0
+
+
+class Futures:
+    """Every sample request that runs here or whose result is kept. `sweep` has to be called now and then."""
+
+    def __init__(self, settings: TinkerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._samples: dict[str, _Sample] = {}  # oldest first
+        # Invariant: the sum of size_bytes over _samples.
+        self._kept_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def start(self, request_id: str, owner: str, work: Callable[[], Awaitable[bytes]]) -> None:
+        """Begin a request, unless it has begun: a client that did not get the response of `asample` sends it again.
+
+        Raises TooManySamples, and UnknownSample if somebody else has this id.
+        """
+        if request_id in self._samples:
+            self._find(request_id, owner)
+            return
+        if len(self._samples) >= self._settings.max_samples:
+            raise TooManySamples
+        sample = self._samples[request_id] = _Sample(owner, self._clock())
+        # The task inherits the context of this request, and with it the key.
+        sample.task = asyncio.ensure_future(self._run(sample, work))
+
+    async def wait(self, request_id: str, owner: str, timeout_s: float) -> Outcome | None:
+        """The outcome of a request; None if it has none after `timeout_s`. Raises UnknownSample."""
+        sample = self._find(request_id, owner)
+        sample.last_seen_s = self._clock()
+        sample.num_waiting += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await sample.has_ended.wait()
+        finally:
+            sample.num_waiting -= 1
+            sample.last_seen_s = self._clock()
+        return sample.outcome
+
+    def cancel(self, request_id: str, owner: str) -> None:
+        """End a request, if it runs, and forget it. An unknown one is none to cancel."""
+        with contextlib.suppress(UnknownSample):
+            self._find(request_id, owner)
+            self._drop(request_id)
+
+    def sweep(self) -> None:
+        """Cancel requests that nobody polls any more, and forget results whose time is over."""
+        now_s, settings = self._clock(), self._settings
+        for request_id, sample in list(self._samples.items()):
+            limit_s = settings.abandoned_s if sample.outcome is None else settings.result_ttl_s
+            if not sample.num_waiting and now_s - sample.last_seen_s > limit_s:
+                self._drop(request_id)
+
+    async def close(self) -> None:
+        """End every request."""
+        tasks = [sample.task for sample in self._samples.values() if sample.task is not None]
+        for request_id in list(self._samples):
+            self._drop(request_id)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, sample: _Sample, work: Callable[[], Awaitable[bytes]]) -> None:
+        try:
+            outcome: Outcome = await work()
+        except Exception as error:  # the client gets it from `retrieve_future`
+            outcome = error
+        sample.outcome, sample.last_seen_s = outcome, self._clock()
+        sample.has_ended.set()
+        self._kept_bytes += sample.size_bytes
+        for request_id, other in list(self._samples.items()):
+            if self._kept_bytes <= self._settings.max_result_bytes:
+                break
+            if other is not sample and other.outcome is not None:
+                self._drop(request_id)
+
+    def _find(self, request_id: str, owner: str) -> _Sample:
+        sample = self._samples.get(request_id)
+        if sample is None or sample.owner != owner:
+            raise UnknownSample(request_id)
+        return sample
+
+    def _drop(self, request_id: str) -> None:
+        sample = self._samples.pop(request_id)
+        self._kept_bytes -= sample.size_bytes
+        if sample.task is not None:
+            sample.task.cancel()
+        if not sample.has_ended.is_set():
+            sample.outcome = UnknownSample(request_id)
+            sample.has_ended.set()

@@ -1,0 +1,244 @@
+"""Routes of the Tinker protocol below `/api/v1`, and what is refused there by name."""
+
+from __future__ import annotations
+
+import http
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from motet import MotetError, ResourceExhausted
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gateway.http.bodies import Bodies
+from gateway.http.errors import Refusal, is_callers_mistake, refusal_from
+from gateway.http.keys import Keys, current_owner
+from gateway.http.upstream import Upstream
+from gateway.tinker import messages
+from gateway.tinker.futures import Futures, TooManySamples, UnknownSample
+from gateway.tinker.sampling import check_request, sample
+from gateway.tinker.sessions import BASE, SCHEME, check_session_id, new_session_id, resolve, sampling_id, source_of
+from gateway.tinker.settings import TinkerSettings
+
+logger = logging.getLogger(__name__)
+
+KEY_PREFIX = "tml-"  # the SDK takes no API key without it
+POLL_S = 20.0  # a poll of a request that runs is answered after this time; the SDK waits 45 s
+_PROTOBUF = "application/x-protobuf"
+_CONFLICT = 409
+_BAD_REQUEST = 400
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+TRAINING = (
+    "copy_weights",
+    "create_custom_loss",
+    "create_model",
+    "forward",
+    "forward_backward",
+    "get_info",
+    "load_weights",
+    "optim_step",
+    "save_weights",
+    "save_weights_external",
+    "save_weights_for_sampler",
+    "unload_model",
+)
+
+
+def tinker_app(
+    upstream: Upstream, futures: Futures, bodies: Bodies, settings: TinkerSettings, timeout_s: float
+) -> ASGIApp:
+    """The protocol as an ASGI application, to be mounted at `/api/v1`. `timeout_s` bounds one sample request."""
+    sessions, samples = _Sessions(upstream, bodies, settings), _Samples(upstream, futures, bodies, timeout_s)
+    posts: Mapping[str, Handler] = {
+        "client/config": _client_config,
+        "client/dynamic_config": _dynamic_config,
+        "create_session": sessions.create,
+        "session_heartbeat": sessions.heartbeat,
+        "sessions/{session_id}/finish": sessions.finish,
+        "create_sampling_session": sessions.create_sampling,
+        "telemetry": sessions.drop_telemetry,
+        "asample": samples.start,
+        "retrieve_future": samples.retrieve,
+        "cancel_future": samples.cancel,
+        **dict.fromkeys(TRAINING, _refuse_training),
+    }
+    gets: Mapping[str, Handler] = {
+        "healthz": _healthz,
+        "get_server_capabilities": sessions.capabilities,
+        "samplers/{sampling_session_id}": sessions.sampler,
+    }
+    app = Starlette(
+        routes=[
+            *(Route(f"/{path}", handler, methods=["POST"]) for path, handler in posts.items()),
+            *(Route(f"/{path}", handler, methods=["GET"]) for path, handler in gets.items()),
+        ],
+        exception_handlers={Refusal: _refused, MotetError: _failed, HTTPException: _no_route},
+    )
+    return Keys(app, prefix=KEY_PREFIX)
+
+
+class _Sessions:
+    """Sessions of clients, and what is sampled from. Their ids say everything, so that nothing is kept."""
+
+    def __init__(self, upstream: Upstream, bodies: Bodies, settings: TinkerSettings) -> None:
+        self._upstream = upstream
+        self._bodies = bodies
+        self._settings = settings
+
+    async def create(self, request: Request) -> Response:
+        await self._bodies.decode(request, messages.CreateSession)
+        await self._upstream.client.status()  # a key that is not valid is refused here, not at the first sample
+        return JSONResponse({"type": "create_session", "session_id": new_session_id()})
+
+    async def heartbeat(self, request: Request) -> Response:
+        check_session_id((await self._bodies.decode(request, messages.SessionHeartbeat)).session_id)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request) -> Response:
+        check_session_id(request.path_params["session_id"])
+        return JSONResponse({})
+
+    async def create_sampling(self, request: Request) -> Response:
+        body = await self._bodies.decode(request, messages.CreateSamplingSession)
+        if body.base_model is None and body.model_path is None:
+            raise Refusal(_BAD_REQUEST, "model_path and base_model: both are missing; give one")
+        if body.base_model is not None:
+            names = await self._base_names()
+            if body.base_model not in names:
+                raise Refusal(
+                    404, f"base_model: {body.base_model!r} is not served; the base model here is {names[0]!r}"
+                )
+        source = BASE if body.model_path is None else await resolve(body.model_path, self._upstream.client)
+        made = sampling_id(body.session_id, body.sampling_session_seq_id, source)
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": made})
+
+    async def sampler(self, request: Request) -> Response:
+        made = request.path_params["sampling_session_id"]
+        path, [name, *_] = source_of(made).path, await self._base_names()
+        return JSONResponse({"sampler_id": made, "base_model": name, "model_path": path})
+
+    async def capabilities(self, _request: Request) -> Response:
+        length = (await self._upstream.client.status()).model.max_model_len
+        names = await self._base_names()
+        model = {"max_context_length": length or None, "trainable": False, "sampleable": True}
+        return JSONResponse({"supported_models": [{"model_name": name, **model} for name in names]})
+
+    async def drop_telemetry(self, request: Request) -> Response:
+        """What the SDK reports of itself is for the maker of the SDK: it is dropped unread."""
+        await self._bodies.read(request)
+        return JSONResponse({"status": "accepted"})
+
+    async def _base_names(self) -> list[str]:
+        """Names of the base model, the one that clients see first."""
+        return [*self._settings.base_model_names, (await self._upstream.client.status()).model.name]
+
+
+class _Samples:
+    """Sample requests: started by one call, waited for by others."""
+
+    def __init__(self, upstream: Upstream, futures: Futures, bodies: Bodies, timeout_s: float) -> None:
+        self._upstream = upstream
+        self._futures = futures
+        self._bodies = bodies
+        self._timeout_s = timeout_s
+
+    async def start(self, request: Request) -> Response:
+        body = await self._bodies.decode(request, messages.SampleRequest)
+        if body.sampling_session_id is None or body.seq_id is None:
+            raise Refusal(_BAD_REQUEST, "sampling_session_id and seq_id: are required; create a sampling session first")
+        check_request(body)
+        source, client = source_of(body.sampling_session_id), self._upstream.client
+        request_id = f"{body.sampling_session_id}:{body.seq_id}"
+        try:
+            self._futures.start(request_id, current_owner(), lambda: sample(body, source, client, self._timeout_s))
+        except TooManySamples:
+            raise Refusal(429, "too many sample requests at present; send it again later") from None
+        except UnknownSample:
+            raise Refusal(404, f"sampling_session_id: {body.sampling_session_id!r} is not yours") from None
+        ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
+        return JSONResponse({"request_id": request_id, "sample_sequence_ids": ids})
+
+    async def retrieve(self, request: Request) -> Response:
+        """What became of a request.
+
+        200 with protobuf: the samples. 200 with JSON: it failed, which the SDK raises. 408: it runs. 410: the SDK sends
+        its request again, some time later.
+        """
+        body = await self._bodies.decode(request, messages.RetrieveFuture)
+        try:
+            outcome = await self._futures.wait(body.request_id, current_owner(), POLL_S)
+        except UnknownSample as error:
+            outcome = error
+        if outcome is None:
+            waiting = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+            return JSONResponse(waiting, status_code=408)
+        if isinstance(outcome, bytes):
+            return Response(outcome, media_type=_PROTOBUF)
+        if isinstance(outcome, UnknownSample) or (
+            isinstance(outcome, ResourceExhausted) and outcome.retry_after_s is not None
+        ):
+            return JSONResponse({"detail": f"request {body.request_id} has no result; send it again"}, status_code=410)
+        if isinstance(outcome, Refusal):
+            return JSONResponse({"error": outcome.message, "category": "user"})
+        if isinstance(outcome, MotetError):
+            category = "user" if is_callers_mistake(outcome) else "server"
+            return JSONResponse({"error": refusal_from(outcome).message, "category": category})
+        # Our own mistake. To a 5xx the SDK would repeat its poll at once, for ever.
+        logger.error("a sample request failed request_id=%s", body.request_id, exc_info=outcome)
+        return JSONResponse({"error": "an internal error of the gateway; its log has it", "category": "server"})
+
+    async def cancel(self, request: Request) -> Response:
+        body = await self._bodies.decode(request, messages.CancelFuture)
+        self._futures.cancel(body.request_id, current_owner())
+        return JSONResponse({})
+
+
+async def _client_config(_request: Request) -> Response:
+    """Settings of the SDK where its own default does not fit; what is not here keeps its default."""
+    return JSONResponse({"sample_use_retrieve_futures": False, "sample_join_sampling_session": False})
+
+
+async def _dynamic_config(_request: Request) -> Response:
+    return JSONResponse({"sample_cancel_enabled": True})
+
+
+async def _healthz(_request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _refuse_training(request: Request) -> Response:
+    name = request.url.path.rpartition("/")[2]
+    raise Refusal(
+        _BAD_REQUEST,
+        f"{name}: Motet serves models and does not train them. Train elsewhere, push each version with PushVersion "
+        f"(client.adapters.push in Motet's SDK), then sample from {SCHEME}NAME@NUMBER",
+    )
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return JSONResponse({"detail": error.message}, status_code=error.status, headers=dict(error.headers))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MotetError)
+    refusal = refusal_from(error)
+    if refusal.status == _CONFLICT:  # the SDK repeats 409 for minutes
+        refusal = Refusal(_BAD_REQUEST, refusal.message)
+    return await _refused(request, refusal)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reason = http.HTTPStatus(error.status_code).phrase
+    message = (
+        f"{request.method} {request.url.path}: {reason}. Of the Tinker protocol Motet serves sampling: "
+        "create_session, create_sampling_session, asample, retrieve_future and cancel_future"
+    )
+    return JSONResponse({"detail": message[:1000]}, status_code=error.status_code)

@@ -1,0 +1,101 @@
+"""Bodies, keys and errors, as every protocol of the gateway handles them."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+import pytest
+from motet import FailedPrecondition, InvalidArgument, MotetError, ResourceExhausted, Unauthenticated, Unavailable
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gateway.http.bodies import Bodies
+from gateway.http.errors import MAX_MESSAGE_CHARS, Refusal, is_callers_mistake, refusal_from
+from gateway.http.keys import Keys, current_key, current_owner
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    number: int
+
+
+async def handle(request: Request) -> Response:
+    try:
+        body = await Bodies(1024).decode(request, Body)
+    except Refusal as refusal:
+        return JSONResponse({"said": refusal.message}, status_code=refusal.status)
+    return JSONResponse({"number": body.number, "key": current_key(), "owner": current_owner()})
+
+
+def client(prefix: str = "") -> httpx.AsyncClient:
+    app: ASGIApp = Keys(Starlette(routes=[Route("/", handle, methods=["POST"])]), prefix=prefix)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "said"),
+    [
+        (b'{"number": 1}', 200, ""),
+        (b'{"number": "1"}', 400, "Expected `int`"),
+        (b'{"number": 1, "other": 2}', 400, "unknown field `other`"),
+        (b"{}", 400, "missing required field `number`"),
+        (b"\xff", 400, "not a valid Body"),
+        (b"", 400, "not a valid Body"),
+        (b" " * 1025, 413, "longer than 1024 bytes"),
+    ],
+)
+async def test_a_body_is_read_strictly(content: bytes, status: int, said: str) -> None:
+    async with client() as http:
+        response = await http.post("/", content=content)
+    assert response.status_code == status and said in response.text
+
+
+async def test_a_body_without_a_length_is_bounded_too() -> None:
+    async def parts() -> object:
+        for _ in range(3):
+            yield b" " * 600
+
+    async with client() as http:
+        assert (await http.post("/", content=parts())).status_code == 413  # type: ignore[arg-type]
+
+
+async def test_a_key_comes_in_either_header_without_the_prefix_of_its_protocol() -> None:
+    async with client("tml-") as http:
+        for headers, key in (
+            ({"authorization": "Bearer motet_a"}, "motet_a"),
+            ({"x-api-key": "tml-motet_a"}, "motet_a"),
+            ({"x-api-key": "eyJ.a.b"}, "eyJ.a.b"),
+            ({"authorization": "Basic eDp5"}, ""),
+            ({}, ""),
+        ):
+            assert (await http.post("/", content=b'{"number": 1}', headers=headers)).json()["key"] == key
+        owners = {
+            (await http.post("/", content=b'{"number": 1}', headers={"x-api-key": key})).json()["owner"]
+            for key in ("a", "b", "a")
+        }
+        assert len(owners) == 2 and "a" not in owners
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "headers"),
+    [
+        (InvalidArgument("x"), 400, {}),
+        (Unauthenticated("x"), 401, {"www-authenticate": "Bearer"}),
+        (FailedPrecondition("x"), 409, {"x-should-retry": "false"}),
+        (ResourceExhausted("x", retry_after_s=1.5), 429, {"retry-after-ms": "1500", "retry-after": "2"}),
+        (Unavailable("x"), 503, {}),
+        (MotetError("x"), 500, {"x-should-retry": "false"}),
+    ],
+)
+def test_an_error_of_the_sdk_has_its_status_and_headers(
+    error: MotetError, status: int, headers: dict[str, str]
+) -> None:
+    refusal = refusal_from(error)
+    assert (refusal.status, refusal.headers) == (status, headers)
+    assert is_callers_mistake(error) == (status < 429)
+
+
+def test_a_message_that_repeats_what_was_sent_is_cut() -> None:
+    assert len(Refusal(400, "x" * 10_000).message) == MAX_MESSAGE_CHARS
