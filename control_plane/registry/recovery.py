@@ -35,7 +35,8 @@ UNREADABLE_UID = "unreadable"
 _FIRST = 32  # items that are read to learn how far away the storage is
 _FAR_S = 0.002  # an item of a local directory takes 0.1 ms, one of an object store 5 to 50 ms
 _FAR_AT_ONCE, _FAR_SIZE = 32, 16
-_NEAR_AT_ONCE, _NEAR_SIZE = 1, 256  # two threads would take turns at the interpreter, and be slower
+_NEAR_AT_ONCE, _NEAR_SIZE = 1, 1024  # two threads would take turns at the interpreter, and be slower
+_MANY = 10_000  # records
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
@@ -58,7 +59,10 @@ async def recover(store: ArtifactStore, calls: StoreCalls) -> Recovered:
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        return await _recover(store, calls)
+        recovered = await _recover(store, calls)
+        if len(recovered.records) >= _MANY:  # nor do they look at these records later on: each look would take 0.2 s
+            gc.freeze()
+        return recovered
     finally:
         if is_collecting:
             gc.enable()

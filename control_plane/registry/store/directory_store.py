@@ -17,6 +17,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +27,7 @@ from control_plane.registry.store.store import Entry, Fence, KeyChanged, KeyExis
 _COPY_BYTES = 4 << 20  # in memory at a time
 _TEMPORARY = "tmp"
 _CHANGES = "changes.lock"
+_NAME_OF = attrgetter("name")
 
 
 class DirectoryFence:
@@ -103,12 +105,14 @@ class DirectoryStore:
                 for item in found:
                     if item.is_dir(follow_symlinks=False):
                         entries.append(Entry(item.name))
-                    else:
-                        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                            entries.append(_entry(item.name, item.stat()))
+                        continue
+                    try:
+                        entries.append(_entry(item.name, item.stat()))
+                    except FileNotFoundError:  # deleted meanwhile
+                        continue
         except (FileNotFoundError, NotADirectoryError):
             self._fence.check()
-        return sorted(entries, key=lambda entry: entry.name)
+        return sorted(entries, key=_NAME_OF)
 
     def put_if_absent(self, key: str, content: bytes | Path) -> str:
         """See Store."""

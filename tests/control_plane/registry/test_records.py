@@ -149,3 +149,19 @@ def test_a_damaged_record_is_a_value_error_with_the_reason(raw: bytes, words: st
 def test_a_damaged_version_is_a_value_error(raw: bytes) -> None:
     with pytest.raises(ValueError):
         decode_version(raw)
+
+
+@pytest.mark.parametrize(("name", "value"), [("labels", {"team": 1}), ("revision", True), ("uid", 7), ("new", 1)])
+def test_a_damaged_record_is_noticed_also_after_good_ones_of_its_form(name: str, value: object) -> None:
+    good = encode_record(RECORD)
+    for _ in range(2):
+        assert decode_record(good).record.labels == RECORD.labels
+        with pytest.raises(ValueError, match=name):
+            decode_record(json.dumps(json.loads(good) | {name: value}, sort_keys=True).encode())
+
+
+@pytest.mark.parametrize("around", [b" %s", b"%s\n", b"\t%s "])
+def test_spaces_around_a_document_do_not_matter_and_anything_else_does(around: bytes) -> None:
+    assert decode_version(around % encode_version(VERSIONS[0])) == VERSIONS[0]
+    with pytest.raises(ValueError):
+        decode_version(encode_version(VERSIONS[0]) + b"x")
