@@ -46,7 +46,7 @@ class IngestedAdapter:
     @property
     def ref(self) -> AdapterRef:
         """The adapter as requests name it."""
-        return AdapterRef(self.info.digest, self.info.arena_bytes, self.info.context_length)
+        return AdapterRef(self.info.digest, self.info.arena_bytes, self.info.context_length, self.info.num_tokens)
 
     def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
         assert digest == self.info.digest, f"{digest} is requested, and only {self.info.digest} is here"

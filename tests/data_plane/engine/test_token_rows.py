@@ -65,12 +65,12 @@ class PeftModelOf:
         base: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
         if resize is not None:
             base.resize_token_embeddings(resize, mean_resizing=False)
-        self._model: Any = (base if directory is None else PeftModel.from_pretrained(base, str(directory))).eval()
+        self.peft: Any = (base if directory is None else PeftModel.from_pretrained(base, str(directory))).eval()
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[tokens, vocabulary of the adapter]."""
-        logits: torch.Tensor = self._model(input_ids=torch.tensor([list(token_ids)])).logits[0].float()
+        logits: torch.Tensor = self.peft(input_ids=torch.tensor([list(token_ids)])).logits[0].float()
         return logits
 
     def check(self, prompt: list[int], token_ids: list[int], what: object) -> int:
