@@ -195,7 +195,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         (pooling_pb2_grpc.add_PoolingServiceServicer_to_server, pooling_service),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         push_part(config, registry, life_cycle, weights, fleet, gate, uploads, audit),
-        verification_part(config, base_model, registry, weights, fleet, operation_store, gate, audit),
+        verification_part(config, base_model, registry, life_cycle, weights, fleet, operation_store, gate, audit),
         residency.part(registry, weights, fleet, gate, audit),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
         (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store, audit)),

@@ -10,6 +10,7 @@ from motet.v1 import push_pb2_grpc, verify_pb2_grpc
 from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.pushes import Pushes
+from control_plane.adapters.reference_process import ReferenceProcess
 from control_plane.adapters.verifier import Verifier
 from control_plane.api.admin.push import PushService
 from control_plane.api.admin.upload import UploadReceiver
@@ -48,6 +49,7 @@ def verification_part(
     config: ServerConfig,
     base_model: BaseModel,
     registry: Registry,
+    life_cycle: AdapterLifeCycle,
     weights: AdapterWeights,
     fleet: Fleet,
     operations: OperationStore,
@@ -55,15 +57,16 @@ def verification_part(
     audit: AuditLog,
 ) -> tuple[Callable[[VerificationService, grpc.aio.Server], None], VerificationService]:
     """The service, and the function that adds it to a server."""
+    reference = ReferenceProcess(config.model_dir, config.data_dir / "verifications", weights)
+    reference.remove_leftovers()
     verifier = Verifier(
-        model_dir=config.model_dir,
-        work_dir=config.data_dir / "verifications",
+        reference=reference,
         base_model=base_model,
         registry=registry,
-        weights=weights,
+        activate=life_cycle.activate,
         fleet=fleet,
         operations=operations,
         audit=audit,
     )
-    service = VerificationService(verifier, gate, base_model.vocab_size)
+    service = VerificationService(verifier, gate)
     return verify_pb2_grpc.add_VerificationServiceServicer_to_server, service

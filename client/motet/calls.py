@@ -229,9 +229,14 @@ def delete_version(name: str, digest: str, etag: str) -> UnaryCall[operations_pb
     return _operation_call(_ADAPTERS + "DeleteAdapterVersion", request, is_repeatable=False)
 
 
-def verify_version(name: str, digest: str, prompts: Sequence[Sequence[int]]) -> UnaryCall[operations_pb2.Operation]:
+def verify_version(
+    name: str, digest: str, prompts: Sequence[Sequence[int]], *, activate: bool
+) -> UnaryCall[operations_pb2.Operation]:
     request = verify_pb2.VerifyVersionRequest(
-        name=resource_name(name), digest=digest, prompts=[types_pb2.TokenIds(ids=prompt) for prompt in prompts]
+        name=resource_name(name),
+        digest=digest,
+        prompts=[types_pb2.TokenIds(ids=prompt) for prompt in prompts],
+        activate=activate,
     )
     return _operation_call("/motet.v1.VerificationService/VerifyVersion", request, is_repeatable=False)
 

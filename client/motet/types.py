@@ -309,11 +309,14 @@ class AdapterVersion:
 class VersionRollout:
     """How a version is rolled out when it is registered."""
 
-    keep_active: bool = False  # the version that is active stays active; the first version of a name is active anyway
+    keep_active: bool = (
+        False  # the version that is active stays active; the first version of a name is active all the same
+    )
     canary_per_mille: int = 0  # the version becomes the canary with this share, in thousandths; implies keep_active
     version_labels: tuple[str, ...] = ()  # labels that point to the version from then on
     keep_versions: int | None = None  # how many of the newest versions are kept from then on; 0: all; None: as it is
     ttl_s: float | None = None  # so long after the registration the adapter is deleted; None: as it is
+    hold: bool = False  # the version does not become active, also where none is; without a canary and version labels
 
 
 class RegistrationChange(enum.StrEnum):

@@ -188,7 +188,9 @@ def rollout_message(rollout: types.VersionRollout | None) -> adapters_pb2.Versio
     """The rollout as the protocol has it. Raises InvalidArgument for what the wire cannot carry."""
     if rollout is None:
         return None
-    message = adapters_pb2.VersionRollout(keep_active=rollout.keep_active, version_labels=rollout.version_labels)
+    message = adapters_pb2.VersionRollout(
+        keep_active=rollout.keep_active, version_labels=rollout.version_labels, hold=rollout.hold
+    )
     try:
         message.canary_per_mille = rollout.canary_per_mille
         if rollout.keep_versions is not None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from control_plane.errors import MotetError, QuotaExceeded
+from control_plane.errors import AdapterNotActive, MotetError, QuotaExceeded
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.keyed_locks import KeyedLocks
@@ -119,6 +119,8 @@ class Pins:
             logger.warning("pin not moved adapter_id=%s reason=%s", record.adapter_id, error.reason)
 
     async def _hold(self, record: AdapterRecord) -> None:
+        if not record.active_digest:
+            raise AdapterNotActive(f"adapter {record.adapter_id!r} cannot be pinned: {record.state_reason}")
         pin = _Pin(record.active_digest, record.ownership.owner)
         before = self._pin_by_id.get(record.adapter_id)
         if before == pin:

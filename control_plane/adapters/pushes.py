@@ -64,7 +64,7 @@ class Pushes:
         self._life_cycle.check_registrable(registration)
 
     async def push(self, registration: Registration, files: Mapping[str, Path]) -> Pushed:
-        """Make the files the active version of the name. The caller writes the audit log."""
+        """Make the files the active version of the name, unless it is held. The caller writes the audit log."""
         before = self._registry.find(registration.adapter_id)
         previous_digest = "" if before is None else before.active_digest
         tenant = current_caller().tenant
@@ -87,15 +87,18 @@ class Pushes:
                 yield
 
         try:
-            registered = await self._life_cycle.register(registration, files, publish=publish)
+            is_shown = not registration.rollout.is_held
+            registered = await self._life_cycle.register(registration, files, publish=publish if is_shown else None)
         except MotetError:
             if digest and not self._registry.is_named(digest):
                 await self._weights.drop(digest)
             raise
-        if not digest:  # it was checked and not registered
+        if not digest:  # no request gets it: it was only checked, or is held
             moments += [self._clock()] * 3
         begun_s, packed_s, cached_s, visible_s = moments
-        logger.info("version pushed adapter_id=%s digest=%s workers=%s", registration.adapter_id, digest, worker_ids)
+        logger.info(
+            "version pushed adapter_id=%s digest=%s workers=%s", registration.adapter_id, registered.digest, worker_ids
+        )
         return Pushed(
             registered,
             tuple(worker_ids),

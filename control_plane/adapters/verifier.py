@@ -7,33 +7,29 @@ the base model is the rounding of the serving dtype on these prompts; the versio
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
+import math
 import random
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 
 from control_plane.adapters.operations import Operation, OperationStore
+from control_plane.adapters.reference_process import Prompt, ReferenceProcess
 from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
-from control_plane.child_process import ChildProcess, module_command
-from control_plane.directory_lock import PRIVATE
-from control_plane.errors import MotetError, StoreUnavailable
+from control_plane.checks import Violations
+from control_plane.errors import MotetError
 from control_plane.fleet.fleet import Fleet
-from control_plane.host_cache.packed import read_layout
-from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.base_model import BaseModel
-from control_plane.registry.records import AdapterVersion, Registered
+from control_plane.registry.records import AdapterRecord, AdapterVersion, Registered
 from control_plane.registry.registry import Registry
-from control_plane.registry.versions.verification import Verification
+from control_plane.registry.versions.invocation import last_occurrence
+from control_plane.registry.versions.verification import NOT_FINITE, Verification
 from control_plane.scheduler.types import AdapterRef, Request, Sampling
 
 NUM_PROMPTS, PROMPT_TOKENS = 4, 24
-TIMEOUT_S = 1800.0  # of the process: a model of 8B parameters takes minutes on a CPU
+CHANGED_EVERY = 3  # every third token of a drawn prompt is one whose row the version changes, if it changes any
+BEFORE_INVOCATION = 8  # tokens of a drawn prompt before the invocation tokens of an activated adapter
 REQUEST_TIMEOUT_S = 300.0
 # Log-probabilities of the served base model differ from float32 by the rounding of its dtype. An adapter's product is
 # rounded as often as the linear that it is added to, so its error is of the same size: ROUNDING times the base model's
@@ -50,22 +46,21 @@ class Verifier:
     def __init__(
         self,
         *,
-        model_dir: Path,
-        work_dir: Path,
+        reference: ReferenceProcess,
         base_model: BaseModel,
         registry: Registry,
-        weights: AdapterWeights,
+        activate: Callable[[str, str], Awaitable[AdapterRecord]],
         fleet: Fleet,
         operations: OperationStore,
         audit: AuditLog,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._model_dir = model_dir
-        self._work_dir = work_dir
+        """`activate` makes a version of a name the active one."""
+        self._reference = reference
         self._base_model = base_model
         self._registry = registry
-        self._weights = weights
+        self._activate = activate
         self._fleet = fleet
         self._operations = operations
         self._audit = audit
@@ -73,55 +68,102 @@ class Verifier:
         self._wall_clock = wall_clock
         self._turn = asyncio.Lock()
 
-    def start(self, adapter_id: str, digest: str, prompts: Sequence[Sequence[int]]) -> Operation:
-        """Verify a version as an operation; an empty digest is the active version. Raises what resolving it raises."""
+    def start(
+        self, adapter_id: str, digest: str, prompts: Sequence[Sequence[int]], *, activates: bool = False
+    ) -> Operation:
+        """Verify a version as an operation; an empty digest is the active version. Raises what resolving it raises.
+
+        `activates`: if it passes, the version becomes the active one.
+        """
         self._audit.check()
         ownership = self._registry.changeable(adapter_id).ownership
         resolved = self._registry.resolve(adapter_id, digest)
         version, ref = resolved.version, resolved.ref
+        own = self._checked(prompts, version)
 
         async def work() -> Registered:
             async with self._audit.change(actions.VERIFY, f"adapters/{adapter_id}", digest=version.digest):
                 async with self._turn:
-                    verification = await self._verify(version, ref, [*self._drawn(version.digest), *prompts])
+                    verification = await self._verify(version, ref, own)
                 record = await self._registry.verified.put(adapter_id, version.digest, verification)
-                return Registered(version.digest, record, record)
+            if activates and verification.is_passed:
+                record = await self._activate(adapter_id, version.digest)
+            return Registered(version.digest, record, record)
 
         return self._operations.start(
             adapter_id, "verify", work, owner=ownership.owner, is_cancellable=True, digest=version.digest
         )
 
-    def _drawn(self, digest: str) -> list[list[int]]:
-        """Prompts that follow from the digest: the same at every verification of the version."""
-        drawn = random.Random(digest)
-        vocab_size = self._base_model.vocab_size
-        return [[drawn.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+    def _vocab_size(self, version: AdapterVersion) -> int:
+        return version.vocab_size or self._base_model.vocab_size
 
-    async def _verify(self, version: AdapterVersion, ref: AdapterRef, prompts: list[Sequence[int]]) -> Verification:
+    def _checked(self, prompts: Sequence[Sequence[int]], version: AdapterVersion) -> list[Prompt]:
+        """The caller's prompts. Raises InvalidRequest for one that the version cannot be compared with."""
+        violations, found = Violations(), []
+        vocab_size, invocation = self._vocab_size(version), version.alora_invocation_tokens
+        for index, token_ids in enumerate(prompts):
+            field = f"prompts[{index}].ids"
+            start = last_occurrence(token_ids, invocation) if invocation else 0
+            if max(token_ids) >= vocab_size:
+                violations.add(field, f"has {max(token_ids)}; token ids are below {vocab_size}")
+            elif start is None:
+                violations.add(field, f"lacks the adapter's {len(invocation)} invocation tokens in a row; add them")
+            else:
+                found.append(Prompt(tuple(token_ids), start))
+        violations.raise_if_any()
+        return found
+
+    def _drawn(self, version: AdapterVersion, changed: Sequence[int]) -> list[Prompt]:
+        """Prompts that follow from the digest: the same at every verification of the version.
+
+        They have the tokens whose rows it changes, and the invocation tokens of an activated adapter.
+        """
+        drawn = random.Random(version.digest)
+        vocab_size = min(self._vocab_size(version), self._base_model.vocab_size)
+        prompts = []
+        for _ in range(NUM_PROMPTS):
+            token_ids = [drawn.randrange(vocab_size) for _ in range(PROMPT_TOKENS)]
+            if changed:
+                for place in range(1, PROMPT_TOKENS, CHANGED_EVERY):
+                    token_ids[place] = drawn.choice(changed)
+            start = None
+            if version.alora_invocation_tokens:
+                token_ids[BEFORE_INVOCATION:BEFORE_INVOCATION] = version.alora_invocation_tokens
+                start = last_occurrence(token_ids, version.alora_invocation_tokens)
+            prompts.append(Prompt(tuple(token_ids), start or 0))
+        return prompts
+
+    async def _verify(self, version: AdapterVersion, ref: AdapterRef, own: Sequence[Prompt]) -> Verification:
         begun_s = self._clock()
-        served_base, served = [await asyncio.gather(*(self._served(p, r) for p in prompts)) for r in (None, ref)]
-        base, merged = await self._computed(version.digest, prompts)
-        tolerance = _tolerance(version.dtype, _largest(served_base, base))
-        error = _largest(served, merged)
+        async with self._reference.packed(version.digest) as packed:
+            prompts = [*self._drawn(version, await asyncio.to_thread(packed.changed_token_ids)), *own]
+            num_known = self._base_model.vocab_size  # as the process computes them: without the version's new tokens
+            known = [Prompt(tuple(token_id % num_known for token_id in prompt.token_ids)) for prompt in prompts]
+            served_base = await asyncio.gather(*(self._served(prompt, None) for prompt in known))
+            served = await asyncio.gather(*(self._served(prompt, ref) for prompt in prompts))
+            base, merged = await packed.compute(prompts)
+        base_error, error = largest_difference(served_base, base), largest_difference(served, merged)
+        tolerance = _tolerance(version.dtype, base_error)
         return Verification(
             is_passed=error <= tolerance,
             tolerance=tolerance,
             largest_error=error,
-            largest_effect=_largest(merged, base),
+            largest_effect=largest_difference(merged, base),
             num_prompts=len(prompts),
             num_logprobs=sum(len(row) for row in merged),
             verify_time_s=self._wall_clock(),
             duration_s=self._clock() - begun_s,
         )
 
-    async def _served(self, prompt: Sequence[int], ref: AdapterRef | None) -> list[float]:
+    async def _served(self, prompt: Prompt, ref: AdapterRef | None) -> list[float]:
         """Log-probabilities of the prompt's tokens from the second on, as any request gets them."""
         caller, now_s = current_caller(), self._clock()
         request = Request(
             request_id=self._fleet.next_request_id(),
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=prompt.token_ids,
             max_tokens=1,
             adapter=ref,
+            active_from=prompt.active_from,
             sampling=Sampling(num_prompt_logprobs=0),
             arrival_s=now_s,
             deadline_s=now_s + REQUEST_TIMEOUT_S,
@@ -139,56 +181,18 @@ class Verifier:
                     break
         finally:
             job.cancel()
-        if len(found) != len(prompt) - 1:
-            raise MotetError(f"{len(found)} log-probabilities came for a prompt of {len(prompt)} tokens")
+        if len(found) != len(prompt.token_ids) - 1:
+            raise MotetError(f"{len(found)} log-probabilities came for a prompt of {len(prompt.token_ids)} tokens")
         return found
 
-    async def _computed(self, digest: str, prompts: list[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
-        """The same in float32 by the process: of the base model, and with the version merged into it."""
-        self._work_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        directory = Path(tempfile.mkdtemp(dir=self._work_dir, prefix="verify-"))
-        try:
-            await self._write_packed(digest, directory)
-            (directory / "prompts.json").write_text(json.dumps([list(prompt) for prompt in prompts]))
-            argv, environment = module_command("data_plane.verify", str(self._model_dir), str(directory))
-            with (directory / "log").open("wb") as log:
-                child = ChildProcess(argv, stderr=log, environment=environment)
-                try:
-                    async with asyncio.timeout(TIMEOUT_S):
-                        status = await child.wait()
-                except TimeoutError:
-                    raise StoreUnavailable(f"the verifying process did not end within {TIMEOUT_S:g} s") from None
-                finally:
-                    if child.returncode is None:
-                        child.kill()
-            if status != 0:
-                lines = (directory / "log").read_text("utf-8", "replace").strip().splitlines()
-                raise StoreUnavailable(
-                    f"the verifying process ended with status {status}: {lines[-1][:200] if lines else 'no message'}; "
-                    "the server's machine needs torch, transformers and 4 bytes of memory for each parameter"
-                )
-            result = json.loads((directory / "result.json").read_text("utf-8"))
-            return result["base"], result["merged"]
-        finally:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(directory)
 
-    async def _write_packed(self, digest: str, directory: Path) -> None:
-        packed = await self._weights.open_packed(digest)
-        layout = read_layout(digest, packed.manifest)
-        assert layout is not None, "an opened adapter has a manifest of ours"
-        (directory / "manifest.json").write_bytes(packed.manifest)
-        parts = packed.parts()
-        for index, size in enumerate(layout.sizes):
-            with (directory / str(index)).open("wb") as out:
-                while out.tell() < size:
-                    await asyncio.to_thread(out.write, await anext(parts))
+def largest_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """The largest difference of two lists of rows; NOT_FINITE if any of them is no number."""
+    pairs = (pair for rows in zip(one, other, strict=True) for pair in zip(*rows, strict=True))
+    differences = [abs(a - b) for a, b in pairs]
+    # max() leaves a NaN out that is not first: every comparison with it is false.
+    return max(differences) if all(map(math.isfinite, differences)) else NOT_FINITE
 
 
 def _tolerance(dtype: str, base_error: float) -> float:
     return min(max(ROUNDING * base_error, LEAST_TOLERANCE[dtype]), MOST_TOLERANCE[dtype])
-
-
-def _largest(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """The largest difference of two lists of rows."""
-    return max(abs(a - b) for row, expected in zip(one, other, strict=True) for a, b in zip(row, expected, strict=True))

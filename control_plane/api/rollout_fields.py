@@ -46,12 +46,19 @@ def checked_version_rollout(
     check_per_mille(message.canary_per_mille, f"{path}.canary_per_mille", violations)
     check_version_labels(message.version_labels, f"{path}.version_labels", violations)
     check_keep_versions(message.keep_versions, f"{path}.keep_versions", violations)
+    if message.hold and (message.canary_per_mille or message.version_labels):
+        violations.add(
+            f"{path}.hold",
+            "is set together with canary_per_mille or version_labels, by which requests get the version; set these "
+            "when it was verified",
+        )
     return VersionRollout(
         is_active_kept=message.keep_active,
         canary_per_mille=message.canary_per_mille,
         labels=tuple(message.version_labels),
         keep_versions=message.keep_versions if message.HasField("keep_versions") else None,
         ttl_s=_ttl_s(message.ttl, f"{path}.ttl", violations) if message.HasField("ttl") else None,
+        is_held=message.hold,
     )
 
 

@@ -11,7 +11,7 @@ from control_plane.checks import refuse
 from control_plane.errors import Exhausted
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.peft.ingest import PackedInfo
-from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered
+from control_plane.registry.records import NONE_ACTIVE, AdapterRecord, AdapterState, AdapterVersion, Registered
 from control_plane.registry.versions.record_changes import activated
 from control_plane.registry.versions.rollout import AT_ONCE, NO_ROLLOUT, VersionRollout
 
@@ -48,10 +48,10 @@ def registered(
             uid=uuid.uuid4().hex,
             display_name=described.display_name,
             labels=dict(described.labels),
-            state=AdapterState.ACTIVE,
-            state_reason="",
+            state=AdapterState.FAILED if described.rollout.is_held else AdapterState.ACTIVE,
+            state_reason=NONE_ACTIVE if described.rollout.is_held else "",
             versions=(version_of_packed(packed, base_model, 1, now_s, described.source),),
-            active_digest=packed.digest,
+            active_digest="" if described.rollout.is_held else packed.digest,
             is_pinned=False,
             create_time_s=now_s,
             update_time_s=now_s,

@@ -27,6 +27,9 @@ _RECORD_FORMAT = 3
 _ROLLOUT_FORMAT = 4
 
 
+NONE_ACTIVE = "no version is active: verify one and activate it"  # the state reason of such a record
+
+
 class AdapterState(enum.Enum):
     """Whether an adapter can be used."""
 
@@ -81,7 +84,7 @@ class AdapterRecord:
     state: AdapterState
     state_reason: str  # for people; empty when active
     versions: tuple[AdapterVersion, ...]  # newest first; empty only when the record could not be read
-    active_digest: str
+    active_digest: str  # empty: none of them was activated yet
     is_pinned: bool
     create_time_s: float  # wall clock, seconds since 1970
     update_time_s: float
@@ -246,7 +249,7 @@ def with_versions(stored: StoredRecord, found: Mapping[str, AdapterVersion]) -> 
     if record.active_version is not None:
         return record
     reason = "the document of its active version is missing or cannot be read; register it again"
-    return replace(record, state=AdapterState.FAILED, state_reason=reason)
+    return replace(record, state=AdapterState.FAILED, state_reason=reason if record.active_digest else NONE_ACTIVE)
 
 
 def _decode_with_versions(document: dict[str, Any]) -> StoredRecord:

@@ -106,7 +106,8 @@ def _read_record(store: ArtifactStore, adapter_id: str) -> StoredRecord | str:
         stored = decode_record(store.read_record(adapter_id))
         if stored.record.adapter_id != adapter_id:
             raise ValueError("it is another adapter's")
-        if not all(is_digest(digest) for digest in (*stored.digests, stored.record.active_digest)):
+        active = [stored.record.active_digest] if stored.record.active_digest else []  # none: all versions are held
+        if not all(map(is_digest, [*stored.digests, *active])):
             raise ValueError("a digest in it is none")
     except FileNotFoundError:
         return "it is gone"
@@ -180,7 +181,7 @@ async def _blobs_in_order(
     store: ArtifactStore, calls: StoreCalls, names: StoredNames, records: list[AdapterRecord]
 ) -> frozenset[str]:
     named = {version.digest for record in records for version in record.versions}
-    is_any_unreadable = any(record.active_version is None for record in records)
+    is_any_unreadable = any(record.active_version is None and bool(record.active_digest) for record in records)
     whole = await _each(calls, store.has_blob, names.blobs)
     complete = set()
     for digest, is_complete in whole.items():

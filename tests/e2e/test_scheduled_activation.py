@@ -10,8 +10,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from control_plane.api.generation.activation import last_occurrence
 from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.versions.invocation import last_occurrence
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import Request, RequestId, Sampling
 from data_plane.engine.build import build_engine

@@ -87,6 +87,7 @@ class AsyncAdapters:
         visibility: AdapterVisibility | str | None = None,
         shared_with: Sequence[str] = (),
         owner: str = "",
+        hold: bool = False,
         validate_only: bool = False,
         timeout_s: float = 600.0,
     ) -> PushedVersion:
@@ -95,8 +96,8 @@ class AsyncAdapters:
         `config` is the content of adapter_config.json, or PEFT's `LoraConfig.to_dict()`. `tensors` are numpy or torch
         tensors by the names of PEFT's `get_peft_model_state_dict(model)`, or the content of
         adapter_model.safetensors. A known name gets a new version, which becomes the active one: new requests get it
-        before this returns, requests that run keep theirs. On return it is durable. With `validate_only` nothing is
-        registered.
+        before this returns, requests that run keep theirs. On return it is durable. With `hold` it does not become
+        active: `verify` it with `activate`. With `validate_only` nothing is registered.
         """
         push = await asyncio.to_thread(
             AdapterPush,
@@ -106,19 +107,27 @@ class AsyncAdapters:
             visibility=visibility,
             shared_with=shared_with,
             owner=owner,
+            hold=hold,
             validate_only=validate_only,
         )
         return await self._client.upload(push, timeout_s)
 
     async def verify(
-        self, name: str, digest: str = "", *, prompts: Sequence[Sequence[int]] = (), timeout_s: float = 1800.0
+        self,
+        name: str,
+        digest: str = "",
+        *,
+        prompts: Sequence[Sequence[int]] = (),
+        activate: bool = False,
+        timeout_s: float = 1800.0,
     ) -> AdapterVersion:
         """Compare what is served of a version with merged float32 weights, and store the verdict with the version.
 
         An empty digest is the active version. `prompts`, lists of token ids, are compared beside those that the server
-        draws. The result is in `verification`, also where it did not pass.
+        draws. The result is in `verification`, also where it did not pass. With `activate` the version becomes the
+        active one if it passed.
         """
-        call = calls.verify_version(name, digest, prompts)
+        call = calls.verify_version(name, digest, prompts, activate=activate)
         operation = await self._client.wait_operation(await self._client.send(call), timeout_s)
         return calls.verified_version(operation)
 

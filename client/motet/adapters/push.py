@@ -37,6 +37,7 @@ class AdapterPush:
         visibility: AdapterVisibility | str | None = None,
         shared_with: Sequence[str] = (),
         owner: str = "",
+        hold: bool = False,
         validate_only: bool = False,
     ) -> None:
         """Raises InvalidArgument for what cannot be an adapter."""
@@ -48,6 +49,7 @@ class AdapterPush:
             visibility=visibility_message(visibility),
             shared_with=shared_with,
             owner=owner,
+            hold=hold,
             validate_only=validate_only,
         )
 

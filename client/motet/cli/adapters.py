@@ -140,13 +140,14 @@ def _labels(arguments: argparse.Namespace) -> dict[str, str]:
 def _add(arguments: argparse.Namespace) -> int:
     if arguments.source is not None and arguments.directory is not None:
         raise invalid_field("--from", "is in place of DIR; give one of the two")
+    rollout = rollouts.registration_of(arguments)
     described: dict[str, Any] = {
         "display_name": arguments.display_name,
         "labels": _labels(arguments),
         "visibility": _visibility(arguments),
         "shared_with": arguments.share_with or (),
         "owner": arguments.owner or "",
-        "rollout": verification.held_back(rollouts.registration_of(arguments), arguments),
+        "rollout": verification.held_back(rollout, arguments),
         "validate_only": arguments.check,
     }
     with connect(arguments) as client:
@@ -160,7 +161,7 @@ def _add(arguments: argparse.Namespace) -> int:
                 progress = lines.show if sys.stderr.isatty() else None
                 adapter = client.adapters.register(arguments.name, arguments.directory, **described, progress=progress)
         if arguments.verify and not arguments.check:
-            return verification.finish_adding(client, adapter, arguments)
+            return verification.finish_adding(client, adapter, rollout, arguments)
     if arguments.json:
         print(json_line(adapter))
     else:

@@ -114,18 +114,20 @@ class AdapterCanary(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., per_mille: _Optional[int] = ...) -> None: ...
 
 class VersionRollout(_message.Message):
-    __slots__ = ("keep_active", "canary_per_mille", "version_labels", "keep_versions", "ttl")
+    __slots__ = ("keep_active", "canary_per_mille", "version_labels", "keep_versions", "ttl", "hold")
     KEEP_ACTIVE_FIELD_NUMBER: _ClassVar[int]
     CANARY_PER_MILLE_FIELD_NUMBER: _ClassVar[int]
     VERSION_LABELS_FIELD_NUMBER: _ClassVar[int]
     KEEP_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
     keep_active: bool
     canary_per_mille: int
     version_labels: _containers.RepeatedScalarFieldContainer[str]
     keep_versions: int
     ttl: _duration_pb2.Duration
-    def __init__(self, keep_active: bool = ..., canary_per_mille: _Optional[int] = ..., version_labels: _Optional[_Iterable[str]] = ..., keep_versions: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    hold: bool
+    def __init__(self, keep_active: bool = ..., canary_per_mille: _Optional[int] = ..., version_labels: _Optional[_Iterable[str]] = ..., keep_versions: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., hold: bool = ...) -> None: ...
 
 class AdapterPlacement(_message.Message):
     __slots__ = ("tier", "worker_id")

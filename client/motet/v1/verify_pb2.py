@@ -26,7 +26,7 @@ from google.longrunning import operations_pb2 as google_dot_longrunning_dot_oper
 from motet.v1 import types_pb2 as motet_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15motet/v1/verify.proto\x12\x08motet.v1\x1a#google/longrunning/operations.proto\x1a\x14motet/v1/types.proto\"Y\n\x14VerifyVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12#\n\x07prompts\x18\x03 \x03(\x0b\x32\x12.motet.v1.TokenIds2e\n\x13VerificationService\x12N\n\rVerifyVersion\x12\x1e.motet.v1.VerifyVersionRequest\x1a\x1d.google.longrunning.Operationb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15motet/v1/verify.proto\x12\x08motet.v1\x1a#google/longrunning/operations.proto\x1a\x14motet/v1/types.proto\"k\n\x14VerifyVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12#\n\x07prompts\x18\x03 \x03(\x0b\x32\x12.motet.v1.TokenIds\x12\x10\n\x08\x61\x63tivate\x18\x04 \x01(\x08\x32\x65\n\x13VerificationService\x12N\n\rVerifyVersion\x12\x1e.motet.v1.VerifyVersionRequest\x1a\x1d.google.longrunning.Operationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'motet.v1.verify_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFYVERSIONREQUEST']._serialized_start=94
-  _globals['_VERIFYVERSIONREQUEST']._serialized_end=183
-  _globals['_VERIFICATIONSERVICE']._serialized_start=185
-  _globals['_VERIFICATIONSERVICE']._serialized_end=286
+  _globals['_VERIFYVERSIONREQUEST']._serialized_end=201
+  _globals['_VERIFICATIONSERVICE']._serialized_start=203
+  _globals['_VERIFICATIONSERVICE']._serialized_end=304
 # @@protoc_insertion_point(module_scope)

@@ -9,11 +9,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyVersionRequest(_message.Message):
-    __slots__ = ("name", "digest", "prompts")
+    __slots__ = ("name", "digest", "prompts", "activate")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     prompts: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenIds]
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_types_pb2.TokenIds, _Mapping]]] = ...) -> None: ...
+    activate: bool
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_types_pb2.TokenIds, _Mapping]]] = ..., activate: bool = ...) -> None: ...

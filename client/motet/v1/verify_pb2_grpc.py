@@ -49,8 +49,8 @@ class VerificationServiceServicer(object):
 
     def VerifyVersion(self, request, context):
         """Runs prompts through the served path and compares log-probabilities with those of merged float32 weights, which a
-        process of its own computes on the server's machine. The verdict is stored with the version; it is not changed by a
-        verdict whether the version is active. The operation's response is the Adapter, also where the verdict is "failed".
+        process of its own computes on the server's machine. The verdict is stored with the version. The version becomes
+        active only with `activate`. The operation's response is the Adapter, also where the verdict is "failed".
         Cancelling the operation ends the process and stores nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

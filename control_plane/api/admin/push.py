@@ -26,6 +26,7 @@ from control_plane.caller import current_caller
 from control_plane.checks import Violations, check_adapter_id, refuse
 from control_plane.errors import Exhausted
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE
+from control_plane.registry.versions.rollout import VersionRollout
 
 SERVICE_NAME = push_pb2.DESCRIPTOR.services_by_name["PushService"].full_name
 MAX_CONFIG_BYTES = 2**20
@@ -69,7 +70,10 @@ class PushService(push_pb2_grpc.PushServiceServicer):
             header: push_pb2.PushHeader = accepted.header
             change.resource = f"adapters/{header.adapter_id}"
             registration = Registration(
-                adapter_id=header.adapter_id, ownership=change_of(header), validate_only=header.validate_only
+                adapter_id=header.adapter_id,
+                ownership=change_of(header),
+                rollout=VersionRollout(is_held=header.hold),
+                validate_only=header.validate_only,
             )
             self._pushes.check_registrable(registration)  # before the bytes are received
             config, weights = accepted.directory / CONFIG_FILE, accepted.directory / WEIGHTS_FILE
@@ -77,7 +81,7 @@ class PushService(push_pb2_grpc.PushServiceServicer):
             receive_s = self._clock() - begun_s
             await check_whole(context)
             pushed = await self._pushes.push(registration, {CONFIG_FILE: config, WEIGHTS_FILE: weights})
-            change.digest = pushed.registered.record.active_digest
+            change.digest = pushed.registered.digest
             return _response(pushed, receive_s)
 
     def _checked_size(self, header: push_pb2.PushHeader) -> int:

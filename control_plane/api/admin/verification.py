@@ -29,10 +29,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class VerificationService(verify_pb2_grpc.VerificationServiceServicer):
     """See protos/motet/v1/verify.proto."""
 
-    def __init__(self, verifier: Verifier, gate: DrainGate, vocab_size: int) -> None:
+    def __init__(self, verifier: Verifier, gate: DrainGate) -> None:
         self._verifier = verifier
         self._gate = gate
-        self._vocab_size = vocab_size
         self._places = SharedLimit(MAX_VERIFICATIONS, "verifications", retry_after_s=60.0)
 
     # ruff: noqa: N802 - the stub names the method
@@ -54,14 +53,10 @@ class VerificationService(verify_pb2_grpc.VerificationServiceServicer):
                     f"prompts[{index}].ids",
                     f"has {len(prompt.ids)} tokens; send {MIN_PROMPT_TOKENS} to {MAX_PROMPT_TOKENS}",
                 )
-            elif max(prompt.ids) >= self._vocab_size:
-                violations.add(
-                    f"prompts[{index}].ids", f"has {max(prompt.ids)}; token ids are below {self._vocab_size}"
-                )
         violations.raise_if_any()
         prompts = [list(prompt.ids) for prompt in request.prompts]
         with contextlib.ExitStack() as place:
             place.enter_context(self._places.place(current_caller().holder))
-            operation = self._verifier.start(adapter_id, request.digest, prompts)
+            operation = self._verifier.start(adapter_id, request.digest, prompts, activates=request.activate)
             operation.when_done(place.pop_all().close)
         return operation_message(operation)

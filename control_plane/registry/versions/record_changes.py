@@ -119,6 +119,10 @@ def require_deletable(record: AdapterRecord, digest: str) -> None:
             f"version {digest} is the active one of adapter {record.adapter_id!r}; activate another version before "
             "you delete it, or delete the adapter"
         )
+    if len(record.versions) == 1:
+        raise AdapterVersionActive(
+            f"version {digest} is the only one of adapter {record.adapter_id!r}; delete the adapter instead"
+        )
     if record.rollout.holds(digest):
         labels = record.rollout.labels_of(digest)
         held_by = f"has the label {labels[0]!r}" if labels else "is the canary"

@@ -96,11 +96,12 @@ class VersionRollout:
     labels: tuple[str, ...] = ()  # that point to it from then on
     keep_versions: int | None = None  # None: as it is
     ttl_s: float | None = None  # of the name; None: its time to expire stays
+    is_held: bool = False  # it does not become active, also where no other version is
 
     @property
     def is_staged(self) -> bool:
         """Whether another version stays active, if there is one."""
-        return self.is_active_kept or self.canary_per_mille > 0
+        return self.is_active_kept or self.is_held or self.canary_per_mille > 0
 
     def applied_to(self, rollout: Rollout, digest: str, now_s: float) -> Rollout:
         """The rollout of the name once it has this version. What a canary replaces, it replaces."""

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+NOT_FINITE = 1e30  # in the place of a difference that is infinite or no number, which a document cannot have
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:

@@ -89,6 +89,8 @@ def _headers(files: dict[str, bytes]) -> Iterator[Case]:
             yield case(f"{path} = {short(value)}", _header({path: value}, files), fields=(f"header.{path}",))
     rollout = _header({"rollout": pb.VersionRollout(canary_per_mille=1001)}, files)
     yield case("rollout.canary_per_mille = 1001", rollout, fields=("header.rollout.canary_per_mille",))
+    held = _header({"rollout": pb.VersionRollout(hold=True, version_labels=["best"])}, files)
+    yield case("a held version with a label", held, fields=("header.rollout.hold",))
     first = _header({"rollout": pb.VersionRollout(canary_per_mille=1)}, files)
     yield case("a canary of a new name", first, fields=("rollout.canary_per_mille",))
     for tenants, index in names.BAD_TENANT_LISTS:

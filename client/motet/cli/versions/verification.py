@@ -13,7 +13,7 @@ from motet.cli.digests import VERSION_HELP, full_digest
 from motet.cli.output import json_line
 from motet.client import Client
 from motet.errors import invalid_field
-from motet.types import Adapter, AdapterVersion, VersionRollout
+from motet.types import Adapter, AdapterCanary, AdapterVersion, VersionRollout
 
 
 def add_action(action: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -32,24 +32,27 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="make the version active only if it is served as merged float32 weights; the first version of a name is "
-        "active at once",
+        help="make the version active only if it is served as merged float32 weights, also the first one of a name",
     )
 
 
 def held_back(rollout: VersionRollout, arguments: argparse.Namespace) -> VersionRollout:
-    """The rollout of a version that has to be verified first."""
-    return replace(rollout, keep_active=True) if arguments.verify else rollout
+    """The rollout of a version that has to be verified first: no request gets it by a canary or a label either."""
+    return replace(rollout, hold=True, canary_per_mille=0, version_labels=()) if arguments.verify else rollout
 
 
-def finish_adding(client: Client, adapter: Adapter, arguments: argparse.Namespace) -> int:
-    """Verify the version that was registered, and activate it if it passed and no option says otherwise."""
+def finish_adding(client: Client, adapter: Adapter, rollout: VersionRollout, arguments: argparse.Namespace) -> int:
+    """Verify the version that was registered; if it passed, roll it out as the options say."""
     registered = adapter.registration.version if adapter.registration is not None else None
     assert registered is not None, "a server that takes a rollout says which version it registered"
-    version = client.adapters.verify(adapter.id, registered.digest)
-    rollout_is_default = not arguments.keep_active and not arguments.canary
-    if _passed(version) and rollout_is_default and not _is_active(adapter, version):
-        adapter = client.adapters.activate(adapter.id, version.digest)
+    is_staged = adapter.active_version is not None and (rollout.keep_active or rollout.canary_per_mille > 0)
+    version = client.adapters.verify(adapter.id, registered.digest, activate=not is_staged)
+    if _passed(version):
+        for label in rollout.version_labels:
+            client.adapters.set_label(adapter.id, label, version.digest)
+        if rollout.canary_per_mille and is_staged:
+            client.adapters.set_canary(adapter.id, AdapterCanary(version.digest, rollout.canary_per_mille))
+    adapter = client.adapters.get(adapter.id)
     print(json_line(version) if arguments.json else f"{_line(adapter.id, version)}; {_where(adapter, version)}")
     return exits.OK if _passed(version) else exits.FAILED
 

@@ -24,7 +24,8 @@ class Verifier:
         self.operations = operations
         self.gate = asyncio.Event()
 
-    def start(self, adapter_id: str, _digest: str, _prompts: object) -> Any:
+    def start(self, adapter_id: str, _digest: str, _prompts: object, *, activates: bool) -> Any:
+        assert not activates, "no call requests it"
         if adapter_id == "absent":
             raise AdapterNotFound("absent", resource="adapters/absent")
 
@@ -43,7 +44,7 @@ async def test_verifications_of_one_tenant_leave_room_for_others() -> None:
     """Each may take half an hour, and only one runs at a time."""
     operations = OperationStore()
     verifier = Verifier(operations)
-    service = VerificationService(cast(Any, verifier), DrainGate(), 256)
+    service = VerificationService(cast(Any, verifier), DrainGate())
     context = cast(Any, SimpleNamespace())
 
     async def verify(tenant: str, name: str = "poet") -> str:

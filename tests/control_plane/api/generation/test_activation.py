@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from motet.v1 import generation_pb2, types_pb2
 
-from control_plane.api.generation.activation import last_occurrence
+from control_plane.registry.versions.invocation import last_occurrence
 from control_plane.scheduler.types import FinishReason
 from tests.control_plane.api.fake_adapters import DIGEST, adapter_record, adapter_version
 from tests.control_plane.api.fakes import Api, job_event
