@@ -16,6 +16,7 @@ from motet.cli.output import json_line, to_plain
 from motet.client import GenerationStream
 from motet.errors import invalid_field
 from motet.inputs.conversations import ChatMessage
+from motet.inputs.lora_task import LoraTask
 from motet.requests import GenerateOptions, Prompt, enum_choices
 from motet.types import AdapterUse, BeamSearch, Chunk, Completion
 from motet.v1 import types_pb2
@@ -36,24 +37,7 @@ def add_parser(commands: Subparsers) -> None:
         nargs="+",
         help="text to continue; several words are joined by single spaces; - reads it from standard input",
     )
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME[=SCALE]",
-        help="adapter to use (default: the base model); given up to four times, they act together, each with its scale",
-    )
-    parser.add_argument(
-        "--combination",
-        choices=["cat", "linear"],
-        help="how several adapters are combined, in PEFT's words (default: cat)",
-    )
-    parser.add_argument(
-        "--adapter-digest",
-        default="",
-        metavar="HEX",
-        help="one version of it, by its digest or at least 8 digits that begin it (default: the active version)",
-    )
+    _add_adapters(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON line per event")
     parser.add_argument("--stats", action="store_true", help="print token counts and times to standard error")
     what = parser.add_mutually_exclusive_group()
@@ -99,6 +83,35 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--timeout-s", type=seconds, default=600.0, metavar="S", help="seconds in all (default: 600)")
     parser.set_defaults(run=_generate)
+
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME[=SCALE]",
+        help="adapter to use (default: the base model); given up to four times, they act together, each with its scale",
+    )
+    parser.add_argument(
+        "--combination",
+        choices=["cat", "linear"],
+        help="how several adapters are combined, in PEFT's words (default: cat)",
+    )
+    parser.add_argument(
+        "--adapter-digest",
+        default="",
+        metavar="HEX",
+        help="one version of it, by its digest or at least 8 digits that begin it (default: the active version)",
+    )
+    parser.add_argument(
+        "--lora-task", type=int, metavar="N", help="number of weights that were sent before, instead of --adapter"
+    )
+    parser.add_argument(
+        "--lora-weights",
+        metavar="DIR",
+        help="with --lora-task, directory of an adapter that comes with the request; nothing is registered",
+    )
 
 
 def _add_sampling(group: Any) -> None:
@@ -178,8 +191,10 @@ def _refuse_what_has_no_effect(arguments: argparse.Namespace) -> None:
 
 
 def _adapters(arguments: argparse.Namespace) -> GenerateOptions:
-    """One plain adapter by its name; several adapters, or one with a scale, as uses."""
+    """One plain adapter by its name; several adapters, or one with a scale, as uses; or a LoRA task."""
     named: list[str] = arguments.adapter
+    if arguments.lora_task is not None or arguments.lora_weights is not None:
+        return {"lora_task": _lora_task(arguments), "adapter_digest": arguments.adapter_digest}
     if len(named) < 2 and not any("=" in name for name in named):
         if arguments.combination:
             raise invalid_field("--combination", "it needs two or more --adapter; leave it out")
@@ -194,6 +209,16 @@ def _adapters(arguments: argparse.Namespace) -> GenerateOptions:
         except ValueError:
             raise invalid_field("--adapter", f"{name!r}: the scale is not a number; use NAME=0.7") from None
     return {"adapters": uses, "combination": arguments.combination}
+
+
+def _lora_task(arguments: argparse.Namespace) -> LoraTask | int:
+    if arguments.lora_task is None:
+        raise invalid_field("--lora-task", "is missing; give the number that later requests will name")
+    if arguments.adapter or arguments.combination:
+        raise invalid_field("--lora-task", "is given beside --adapter or --combination; give one of them")
+    if arguments.lora_weights is None:
+        return int(arguments.lora_task)
+    return LoraTask(arguments.lora_task, arguments.lora_weights)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
