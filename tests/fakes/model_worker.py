@@ -13,11 +13,14 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from control_plane.scheduler.types import (
     Combination,
     EvictSlot,
     LoadSlot,
     NewRow,
+    Pooling,
     Request,
     Sampling,
     SlotCommand,
@@ -25,11 +28,13 @@ from control_plane.scheduler.types import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    Vector,
     WorkerLimits,
     sample_seed,
 )
 
 VOCAB_SIZE = 50
+WIDTH = 4  # of a vector
 POISON = b"freed"
 
 
@@ -99,6 +104,13 @@ def chain_of(request: Request, token_ids: Iterable[int]) -> bytes:
     return value
 
 
+def vector_of(value: bytes, pooling: Pooling) -> Vector:
+    """What is returned of a request that does not generate: it follows from all its tokens and from what it pools."""
+    words = f"{pooling.kind.value} {pooling.num_labels}".encode()
+    drawn = np.frombuffer(hashlib.sha256(value + words).digest(), dtype=np.uint8)
+    return drawn[: pooling.num_labels or WIDTH].astype(np.float32)
+
+
 def activated(value: bytes, digest: str | None) -> bytes:
     """The chain's value from which an adapter acts that did not act before."""
     return hashlib.sha256(value + b"active" + (digest or "").encode()).digest()
@@ -136,6 +148,7 @@ class Row:
     adapters: tuple[SlotUse, ...]
     is_linear: bool
     active_from: int
+    pooling: Pooling | None
 
 
 def steps_of(plan: StepPlan) -> list[StepPlan]:
@@ -201,11 +214,14 @@ class ModelWorker:
         for row_idx, num_tokens, is_decode in scheduled:
             row = self.rows[row_idx]
             assert is_decode == (row.num_computed >= row.num_known), "decode and prefill are confused"
+            assert not (is_decode and row.pooling is not None), "a row that pools decodes"
             value, returned = self._compute(num_tokens, row)
             if returned:
                 result.prompt_logprobs[row_idx] = returned
             if row.num_computed < row.num_known:
                 continue
+            if row.pooling is not None:
+                result.pooled[row_idx] = vector_of(value, row.pooling)
             is_short = len(row.token_ids) - row.num_prompt < row.sampling.min_tokens
             token_id = sampled_token(value, row.sampling, row.banned_token_ids if is_short else ())
             row.token_ids.append(token_id)
@@ -218,6 +234,8 @@ class ModelWorker:
     def _begin(self, new: NewRow) -> None:
         assert new.row not in self.rows, f"row {new.row} begins but is taken"
         assert new.num_computed_tokens < new.num_tokens, "nothing is left to compute"
+        reads_all = new.pooling is not None and new.pooling.reads_all
+        assert not (reads_all and new.num_computed_tokens), "states that the row pools are not computed in it"
         self.rows[new.row] = Row(
             token_ids=new.token_ids,
             num_known=new.num_tokens,
@@ -232,6 +250,7 @@ class ModelWorker:
             adapters=new.adapters,
             is_linear=new.is_linear,
             active_from=new.active_from,
+            pooling=new.pooling,
         )
 
     def _move(self, plan: StepPlan) -> None:

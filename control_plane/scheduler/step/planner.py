@@ -34,6 +34,9 @@ class Planner:
         self._long_tokens = settings.long_tokens(limits)
         self._watermark = max(1, round(limits.num_blocks * settings.watermark))
         self._backfill = Backfill(worker, watermark=self._watermark, max_blocked_steps=settings.max_blocked_steps)
+        self._owes_decodes = (
+            False  # the last step computed prompts for vectors alone, under a policy with prompts first
+        )
         self.prefix_query_tokens = 0  # looked up at first admissions, in all
         self.prefix_hit_tokens = 0  # of those found in the prefix cache
 
@@ -78,9 +81,16 @@ class Planner:
         """Whole prompts as long as some are admitted, else decodes, then swapped requests.
 
         While a request could return from host memory, none is admitted.
-        Only a prompt larger than the whole budget is computed in chunks, alone, one step after the other.
+        Only a prompt larger than the whole budget is computed in chunks, alone, one step after the other. A step whose
+        prompts all end in vectors took no row for decodes: without end they could follow one another, so that decodes
+        come next.
         """
         batch, prefilling = self._worker.rows.grouped()
+        if self._owes_decodes:
+            self._owes_decodes = False
+            self._plan_decodes(draft, batch)
+            if draft.decodes:
+                return
         for row in list(filter(_may_prefill, prefilling)):  # looked up before any source is planned
             if draft.budget > 0:
                 self._prefill(row, draft)
@@ -88,6 +98,8 @@ class Planner:
             self._admit(draft, now_s)
         if not draft.prefills and not self._plan_decodes(draft, batch) and not self._backfill.is_due:
             self._swap_in(draft)
+        elif draft.prefills:
+            self._owes_decodes = all(row.sequence.request.pooling is not None for row, *_ in draft.prefills)
 
     # ---- requests that run ----
 
