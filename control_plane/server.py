@@ -183,9 +183,9 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     )
     facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint)
     texts = adapter_texts(codec, weights, stack)
-    parts: Any = {"codec": codec, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
+    parts: Any = {"texts": texts, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
     tasks = open_tasks(config, task_cache, life_cycle, fleet, reports, base_model, uploads, audit)
-    generation_service = generation.GenerationService(model=facts, served=reports, texts=texts, tasks=tasks, **parts)
+    generation_service = generation.GenerationService(model=facts, served=reports, codec=codec, tasks=tasks, **parts)
     pooling_service = pooling.PoolingService(model=facts, served=reports, **parts)
     status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
     health_part, reporter = _report_on(fleet, reports)

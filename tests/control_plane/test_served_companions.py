@@ -13,7 +13,15 @@ from motet.v1 import types_pb2
 
 from control_plane.api.generation.preconditions import prompt_sha256
 from tests.control_plane.api.tokenizers import byte_level_tokenizer
-from tests.control_plane.server_processes import adapter_files, checkpoint, control_plane, generate, hash_worker, upload
+from tests.control_plane.server_processes import (
+    VOCAB,
+    adapter_files,
+    checkpoint,
+    control_plane,
+    generate,
+    hash_worker,
+    upload,
+)
 
 BASE = byte_level_tokenizer()
 NEXT_ID = BASE.get_vocab_size()
@@ -102,3 +110,38 @@ async def test_each_adapter_has_its_own_template_tokens_and_defaults(tmp_path: P
         hash_worker(tmp_path, workers),
     ):
         assert await prompts(channel) == expected
+
+
+async def test_an_adapters_end_tokens_end_its_own_requests_only(tmp_path: Path) -> None:
+    """Two adapters that end at other halves of the vocabulary, beside the base model and a combination of the two."""
+    checkpoint(tmp_path / "model")
+
+    def files(first: int, weights: int) -> dict[str, bytes]:
+        ends = [token for token in range(VOCAB) if token % 2 == first]
+        return {**adapter_files(weights), "generation_config.json": json.dumps({"eos_token_id": ends}).encode()}
+
+    async with (
+        control_plane(tmp_path, "--host-cache", "memory") as (_, clients, workers),
+        grpc.aio.insecure_channel(clients) as channel,
+        hash_worker(tmp_path, workers),
+    ):
+        for name, first in (("even", 0), ("odd", 1)):
+            await upload(channel, name, files(first, first))
+        both = [{"name": "even", "scale": 0.5}, {"name": "odd", "scale": 0.5}]
+        uses: list[dict[str, Any]] = [{"adapter": "even"}, {"adapter": "odd"}, {"adapter": ""}, {"adapters": both}]
+        calls = [dict(use, text=f"{place} hello") for place in range(8) for use in uses]
+        streams = await asyncio.gather(
+            *(generate(channel, **{"stopping": {"max_tokens": 12}, "adapter": "", **call}) for call in calls)
+        )
+    num_mixed = 0
+    for call, responses in zip(calls, streams, strict=True):
+        tokens = [token for response in responses for token in response.delta.token_ids]
+        halves = [token % 2 for token in tokens]
+        if call.get("adapter") in ("even", "odd"):
+            first = ["even", "odd"].index(call["adapter"])
+            is_ended = responses[-1].finished.reason != types_pb2.FINISH_REASON_LENGTH
+            assert halves.count(first) == is_ended and (not is_ended or halves[-1] == first), call
+            assert is_ended or len(tokens) == 12
+        else:
+            num_mixed += len(set(halves)) == 2
+    assert num_mixed >= 12, "the base model and combinations end at tokens of an adapter"

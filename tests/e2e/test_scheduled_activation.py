@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from control_plane.errors import InvalidAdapter
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.versions.invocation import last_occurrence
 from control_plane.scheduler.settings import Policy, SchedulerSettings
@@ -189,3 +192,59 @@ def test_the_prefix_is_shared_with_the_base_and_with_other_activated_adapters(tm
     assert hits("first", None) >= least
     assert hits(None, "first", "second") >= 2 * least
     assert hits(None, "plain") == hits("plain", "first") == 0, "an adapter that acts on all tokens has keys of its own"
+
+
+def test_a_new_version_shares_the_prefix_and_nothing_behind_its_tokens(tmp_path: Path) -> None:
+    """One slot, so each version takes the slot of the one before it; the prompts are equal."""
+    checkpoint, tokens = make_checkpoint(tmp_path / "model", "llama"), [33]
+    base_model = BaseModel.load(checkpoint)
+    paths = {
+        name: make_adapter(tmp_path / name, checkpoint, seed=seed, alora_invocation_tokens=tokens)
+        for seed, name in enumerate(["old", "new"])
+    }
+    adapters = {name: ingested(path, base_model) for name, path in paths.items()}
+    engine = build_engine(worker_config(checkpoint, num_blocks=60, block_size=4, max_model_len=100, num_slots=1))
+    shared = make_prompt(1, 24)
+    prompt = [*shared, *tokens, *make_prompt(2, 20)]
+    order = ["old", "new", "old"]
+    requests = [
+        Request(
+            RequestId(place),
+            tuple(prompt),
+            NUM_TOKENS,
+            adapter=adapters[name].ref,
+            active_from=len(shared),
+            sampling=Sampling(temperature=0.0),
+            arrival_s=float(place),
+        )
+        for place, name in enumerate(order)
+    ]
+    served, stats = serve(engine, requests, list(adapters.values()), SchedulerSettings(max_step_tokens=8))
+    truth = Truth(checkpoint, paths)
+    expected = {name: truth.generated(name, prompt)[0] for name in paths}
+    assert expected["old"] != expected["new"]
+    assert [served[place, 0].token_ids for place in range(len(order))] == [expected[name] for name in order]
+    # The third request may find all of the first one's prompt; the second finds the prefix alone.
+    assert len(shared) <= stats.prefix_hit_tokens <= len(shared) + len(prompt)
+
+
+@pytest.mark.filterwarnings("ignore:.*save_embedding_layers")
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"targets": ["q_proj", "embed_tokens"]}, "LoRA on the embedding"),
+        ({"targets": ["q_proj", "lm_head"]}, "LoRA on the head"),
+        ({"targets": ["q_proj"], "trainable_token_indices": [7]}, "rows of its own"),
+        ({"targets": ["q_proj"], "modules_to_save": ["lm_head"]}, "rows of its own"),
+    ],
+)
+def test_activated_adapters_on_embedding_head_and_rows_are_refused_by_name(
+    form: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "llama")
+    path = make_adapter(tmp_path / "adapter", checkpoint, **form)
+    ingested(path, BaseModel.load(checkpoint))
+    config = json.loads((path / "adapter_config.json").read_text()) | {"alora_invocation_tokens": [5]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidAdapter, match=f"alora_invocation_tokens: is set, and the adapter has {words}"):
+        ingested(path, BaseModel.load(checkpoint))

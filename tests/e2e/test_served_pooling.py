@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from motet.cli.main import main
+from tokenizers import Tokenizer
 
 from tests.e2e.harness import System
 from tests.e2e.test_scheduled_pooling import classes_of
@@ -25,10 +26,13 @@ from tests.oracle import Oracle
 PROMPTS = prompts([3, 9, 40, 70], vocab_size=256, seed=11)
 WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "80", "--token-budget", "24"]
 WORKER_FLAGS += ["--max-rows", "8", "--max-model-len", "128", "--arena-bytes", "64MiB"]
+TOOL = "<tool>"
 LABELS = {"0": "bad", "1": "fair", "2": "good"}
 
 # PEFT says that it does not know id2label, which it leaves alone.
-pytestmark = pytest.mark.filterwarnings("ignore:Unexpected keyword arguments:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Unexpected keyword arguments:UserWarning", "ignore:Setting `save_embedding_layers`"
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "mood": make_classifier(directory / "mood", checkpoint, num_labels=3, target_modules=targets, seed=3),
         "reward": make_classifier(directory / "reward", checkpoint, num_labels=1, target_modules=targets, seed=4),
     }
+    # A token of its own, in its tokenizer and behind the base model's in its vocabulary.
+    directories["tool"] = make_adapter(directory / "tool", checkpoint, targets=["q_proj"], resize=257, seed=5)
+    own = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    own.add_tokens([TOOL])
+    own.save(str(directories["tool"] / "tokenizer.json"))
     config_file = directories["mood"] / "adapter_config.json"
     config = json.loads(config_file.read_text("utf-8")) | {"id2label": LABELS}
     config_file.write_text(json.dumps(config), "utf-8")
@@ -93,6 +102,15 @@ def test_a_text_is_tokenised_and_its_beginning_comes_from_the_prefix_cache(serve
     first, second = (served.client.embed(text, cache_salt="twice") for _ in range(2))
     assert first.embeddings[0].cached_tokens == 0 < second.embeddings[0].cached_tokens
     np.testing.assert_allclose(first.embeddings[0].values, second.embeddings[0].values, atol=1e-5)
+
+
+def test_a_text_is_tokenised_with_the_tokens_that_its_adapter_adds(served: Served) -> None:
+    texts = ["ab" + TOOL, TOOL, "ab"]
+    counts = {
+        name: [each.prompt_tokens for each in served.client.embed(texts, adapter=name).embeddings]
+        for name in ("tool", "plain", "")
+    }
+    assert counts == {"tool": [3, 1, 2], "plain": [8, 6, 2], "": [8, 6, 2]}
 
 
 def test_classes_are_those_of_transformers_with_the_adapters_labels(served: Served) -> None:

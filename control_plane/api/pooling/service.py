@@ -26,6 +26,7 @@ from control_plane.api.pooling.request import (
     check_embed,
 )
 from control_plane.api.pooling.vectors import check_response_size, embedding_of, probabilities_of
+from control_plane.api.text.adapter_texts import AdapterTexts
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.length_bound import prompt_too_long
 from control_plane.audit import actions
@@ -73,6 +74,14 @@ class _Call:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What the inputs of one call must keep, by the version that computes them."""
+
+    max_model_len: int  # tokens
+    vocab_size: int
+
+
 class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
     """See protos/motet/v1/pooling.proto."""
 
@@ -81,7 +90,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         *,
         model: ModelFacts,
         served: WorkerReports,
-        codec: TextCodec,
+        texts: AdapterTexts,
         registry: Registry,
         fleet: Fleet,
         gate: DrainGate,
@@ -91,7 +100,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
     ) -> None:
         self._model = model
         self._served = served
-        self._codec = codec
+        self._texts = texts
         self._registry = registry
         self._fleet = fleet
         self._gate = gate
@@ -106,8 +115,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         violations = Violations()
         options = check_embed(message, violations)
         call = self._begin(message, context, violations)
-        resolved = self._resolved(call)
-        requests, resolved = await self._requests(call, resolved, Pooling(options.kind))
+        requests, resolved = await self._requests(call, Pooling(options.kind))
         response = pooling_pb2.EmbedResponse(
             request_id=call.request_id,
             adapter="" if resolved is None else f"adapters/{resolved.adapter_id}",
@@ -135,10 +143,10 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         violations = Violations()
         check_classify(message, violations)
         call = self._begin(message, context, violations)
-        resolved = self._resolved(call)
-        assert resolved is not None, "a call that names no adapter passed the checks"
-        _labels_of(resolved)  # before anything is tokenised
-        requests, resolved = await self._requests(call, resolved, None)
+        named = self._resolved(call)
+        assert named is not None, "a call that names no adapter passed the checks"
+        _labels_of(named)  # before anything is tokenised
+        requests, resolved = await self._requests(call, None)
         assert resolved is not None, "an adapter does not become the base model"
         labels = _labels_of(resolved)
         problem_type = message.problem_type or _problem_type_of(resolved)
@@ -203,19 +211,20 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
             raise PermissionDenied("adapter: this credential may not use the base model; name an adapter")
         return None
 
-    async def _requests(
-        self, call: _Call, resolved: ResolvedAdapter | None, pooling: Pooling | None
-    ) -> tuple[list[Request], ResolvedAdapter | None]:
+    async def _requests(self, call: _Call, pooling: Pooling | None) -> tuple[list[Request], ResolvedAdapter | None]:
         """A request for each input, and the version that they use. `pooling` None: the adapter's classes."""
+        resolved, text = await self._texts.of(lambda: self._resolved(call))
         length = self._max_model_len(0 if resolved is None else resolved.ref.context_length)
-        prompts = [await self._token_ids(call, index, length) for index in range(len(call.checked.inputs))]
+        limits = _Limits(length, (resolved.version.vocab_size if resolved else 0) or self._model.vocab_size)
+        inputs = range(len(call.checked.inputs))
+        prompts = [await self._token_ids(call, index, text.codec, limits) for index in inputs]
         if resolved is not None:  # other tasks had a turn of the event loop
             try:
                 resolved = self._registry.resolve(resolved.adapter_id, resolved.ref.digest)
             except AdapterNotFound:
                 if call.checked.names_version:
                     raise
-                resolved = self._registry.resolve(resolved.adapter_id, key=call.routing_key)
+                return await self._requests(call, pooling)  # by the active version, which may have other tokens
             _require_all_tokens(resolved)
         if pooling is None:
             assert resolved is not None, "the base model has no classes"
@@ -238,24 +247,24 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         ]
         return requests, resolved
 
-    async def _token_ids(self, call: _Call, index: int, max_model_len: int) -> tuple[int, ...]:
+    async def _token_ids(self, call: _Call, index: int, codec: TextCodec, limits: _Limits) -> tuple[int, ...]:
         given = call.checked.inputs[index]
         if not isinstance(given, str):
-            if len(given) >= max_model_len:
-                raise prompt_too_long(f"inputs[{index}].token_ids", f"{len(given)} tokens", max_model_len)
+            if len(given) >= limits.max_model_len:
+                raise prompt_too_long(f"inputs[{index}].token_ids", f"{len(given)} tokens", limits.max_model_len)
             return given
         self._fleet.check_room(call.account, 1)  # nothing is tokenised that would be refused in any case
         try:
-            ids = await self._codec.encode_text(given, tenant=call.account, max_model_len=max_model_len)
+            ids = await codec.encode_text(given, tenant=call.account, max_model_len=limits.max_model_len)
         except InvalidRequest as error:
             places = (FieldViolation(f"inputs[{index}].{v.field}", v.description) for v in error.violations)
             raise type(error)(*places) from error
         if not ids:
             raise refuse(f"inputs[{index}].text", "no token is left after tokenisation; an input needs at least one")
-        if max(ids) >= self._model.vocab_size:
+        if max(ids) >= limits.vocab_size:
             raise refuse(
                 f"inputs[{index}].text",
-                f"holds the token {max(ids)}, which the model, of vocabulary size {self._model.vocab_size}, lacks",
+                f"holds the token {max(ids)}, which the model, of vocabulary size {limits.vocab_size}, lacks",
             )
         return tuple(ids)
 

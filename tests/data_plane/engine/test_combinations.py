@@ -102,10 +102,11 @@ def serve(
     directory: Path,
     device: str = "cpu",
     further: Mapping[str, dict[str, Any]] | None = None,
+    sizes: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Served:
     """`further`: forms of adapters that no combination has."""
-    checkpoint = make_checkpoint(directory / "model", arch)
+    checkpoint = make_checkpoint(directory / "model", arch, **(sizes or {}))
     paths = {
         name: make_adapter(directory / name, checkpoint, seed=seed, **form)
         for seed, (name, form) in enumerate((forms(arch) | dict(further or {})).items())

@@ -58,6 +58,16 @@ async def test_the_adapter_acts_from_there_on(
     assert last_occurrence(submitted.prompt_token_ids, tokens) == submitted.active_from >= min(start, 3)
 
 
+@pytest.mark.parametrize(("content", "start"), [("he", 3), ("a:a:", 6)])
+async def test_the_generation_prompt_of_a_chat_invokes_the_adapter(api: Api, content: str, start: int) -> None:
+    """Its last occurrence counts, whatever the messages say."""
+    add(api, tuple(ids_of("a", ":")))
+    script(api, job_event([5], FinishReason.LENGTH))
+    await generate(api, request(adapter="judge", chat={"messages": [{"role": "user", "content": content}]}))
+    submitted = api.fleet.requests[0]
+    assert submitted.active_from == start == len(submitted.prompt_token_ids) - 2
+
+
 async def test_generated_tokens_do_not_move_it(api: Api) -> None:
     add(api)
     script(api, job_event([9], FinishReason.LENGTH))
