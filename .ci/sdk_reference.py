@@ -29,6 +29,7 @@ SECTIONS = {  # heading: the exported names below it; a name that is in none goe
         "GenerationStream",
         "AsyncGenerationStream",
     ),
+    "Model and tokens": ("Model", "AsyncModel", "ModelFacts", "TokenizeOptions", "Tokenized"),
     "Embeddings and classes": (
         "PoolingOptions",
         "Pooling",
@@ -65,8 +66,15 @@ def reference() -> str:
     modules = exported_names()
     classes = {
         node.name: (node, source.splitlines())
-        for folder in (PACKAGE, PACKAGE / "adapters", PACKAGE / "inputs", PACKAGE / "pooling", PACKAGE / "v1")
-        for path in sorted(folder.glob("*.py"))
+        for folder in (
+            PACKAGE,
+            PACKAGE / "adapters",
+            PACKAGE / "inputs",
+            PACKAGE / "model",
+            PACKAGE / "pooling",
+            PACKAGE / "v1",
+        )
+        for path in sorted((PACKAGE / folder).glob("*.py"))
         if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
         for source in [path.read_text("utf-8")]
         for node in ast.parse(source).body

@@ -49,6 +49,7 @@ from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation import service as generation
+from control_plane.api.model import service as model
 from control_plane.api.pooling import service as pooling
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
@@ -75,7 +76,7 @@ T = TypeVar("T")
 
 # How long the last messages of ended streams may take to leave, after the drain.
 CLOSE_GRACE_S = 1.0
-_REFLECTED = (generation, pooling, adapters, push, residency, verification, status, operations, health)
+_REFLECTED = (generation, model, pooling, adapters, push, residency, verification, status, operations, health)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,6 +194,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         clients,
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
         (pooling_pb2_grpc.add_PoolingServiceServicer_to_server, pooling_service),
+        model.part(base_model, config.model_dir, reports, texts, registry, fleet, gate),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         push_part(config, registry, life_cycle, weights, fleet, gate, uploads, audit),
         verification_part(config, base_model, registry, life_cycle, weights, fleet, operation_store, gate, audit),

@@ -86,6 +86,21 @@ if TYPE_CHECKING:
     from motet.inputs.lora_task import (
         LoraTask as LoraTask,
     )
+    from motet.model.asynchronous import (
+        AsyncModel as AsyncModel,
+    )
+    from motet.model.blocking import (
+        Model as Model,
+    )
+    from motet.model.calls import (
+        ModelFacts as ModelFacts,
+    )
+    from motet.model.calls import (
+        Tokenized as Tokenized,
+    )
+    from motet.model.calls import (
+        TokenizeOptions as TokenizeOptions,
+    )
     from motet.pooling.calls import (
         Classification as Classification,
     )
@@ -221,6 +236,9 @@ _NAMES_BY_MODULE = {
     ),
     "motet.inputs.conversations": "ChatMessage ToolCall",
     "motet.inputs.lora_task": "LoraTask",
+    "motet.model.asynchronous": "AsyncModel",
+    "motet.model.blocking": "Model",
+    "motet.model.calls": "ModelFacts TokenizeOptions Tokenized",
     "motet.pooling.calls": "Classification Classifications Embedding Embeddings Pooling PoolingOptions ProblemType",
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",

@@ -26,6 +26,7 @@ from motet.connection.credential import ApiKey, Credential, Metadata
 from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
 from motet.inputs.lora_task import TaskUpload
+from motet.model.asynchronous import AsyncModel
 from motet.pauses import AsyncPauses, is_cancelled
 from motet.pooling.calls import (
     Classifications,
@@ -40,15 +41,7 @@ from motet.pooling.calls import (
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, task_of, tenant_metadata
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
-from motet.types import (
-    AdapterEvent,
-    Chunk,
-    Completion,
-    Finished,
-    Generation,
-    ServerStatus,
-    Started,
-)
+from motet.types import AdapterEvent, Chunk, Completion, Finished, Generation, ServerStatus, Started
 from motet.v1 import generation_pb2, residency_pb2
 
 T = TypeVar("T")
@@ -116,6 +109,7 @@ class AsyncClient:
         self._generator = generator or random.Random()
         self._channels = Channels(security, opener(grpc.aio, target, options), self._close_soon)
         self.adapters = AsyncAdapters(self)
+        self.model = AsyncModel(self)
 
     def generate(
         self,

@@ -21,6 +21,7 @@ from motet.connection.credential import ApiKey, Credential, Metadata
 from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
 from motet.inputs.lora_task import TaskUpload
+from motet.model.blocking import Model
 from motet.pauses import Pauses
 from motet.pooling.calls import (
     Classifications,
@@ -105,6 +106,7 @@ class Client:
         self._generator = generator or random.Random()
         self._channels = Channels(security, opener(grpc, target, options), lambda channel: channel.close())
         self.adapters = Adapters(self)
+        self.model = Model(self)
 
     def generate(
         self,

@@ -11,7 +11,16 @@ from collections.abc import Mapping
 # googleapis-common-protos ships no py.typed marker.
 from google.longrunning import operations_pb2
 from grpc_health.v1 import health_pb2
-from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, push_pb2, residency_pb2, status_pb2, verify_pb2
+from motet.v1 import (
+    adapters_pb2,
+    generation_pb2,
+    model_pb2,
+    pooling_pb2,
+    push_pb2,
+    residency_pb2,
+    status_pb2,
+    verify_pb2,
+)
 
 from contract.v1 import plan_pb2
 from control_plane.access.principal import Principal, Role
@@ -37,6 +46,7 @@ def _of(file: object, service: str, requirements: Mapping[str, Requirement]) -> 
 
 
 REQUIREMENTS: Mapping[str, Requirement] = {
+    **_of(model_pb2, "ModelService", {"GetModel": Role.INFER, "Tokenize": Role.INFER, "Detokenize": Role.INFER}),
     **_of(pooling_pb2, "PoolingService", {"Embed": Role.INFER, "Classify": Role.INFER}),
     **_of(generation_pb2, "GenerationService", {"Generate": Role.INFER, "GenerateWithTask": Role.ADAPTERS_WRITE}),
     **_of(

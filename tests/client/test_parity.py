@@ -10,6 +10,7 @@ import pytest
 TWINS = [
     (motet.Client, motet.AsyncClient),
     (motet.Adapters, motet.AsyncAdapters),
+    (motet.Model, motet.AsyncModel),
     (motet.GenerationStream, motet.AsyncGenerationStream),
 ]
 # What has another name in the asyncio client, as in the standard library.

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
-from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, residency_pb2
+from motet.v1 import adapters_pb2, generation_pb2, model_pb2, pooling_pb2, residency_pb2
 from motet.v1 import status_pb2 as status_service_pb2
 
 from contract.v1 import plan_pb2
@@ -31,6 +31,9 @@ FREE = {
     "motet.v1.ChatMessage.content",  # any text; its length is refused in the name of the prompt
     "motet.v1.ChatMessage.reasoning",  # likewise
     "motet.v1.ContentPart.text",
+    "motet.v1.TokenizeRequest.add_special_tokens",
+    "motet.v1.TokenizeRequest.return_tokens",
+    "motet.v1.DetokenizeRequest.skip_special_tokens",
     "motet.v1.UploadHeader.validate_only",
     "motet.v1.CreateAdapterRequest.validate_only",
     *(
@@ -60,7 +63,7 @@ FREE = {
 }
 SERVICES = [
     service
-    for file in (generation_pb2, pooling_pb2, adapters_pb2, residency_pb2, status_service_pb2, plan_pb2)
+    for file in (generation_pb2, model_pb2, pooling_pb2, adapters_pb2, residency_pb2, status_service_pb2, plan_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 ]
 

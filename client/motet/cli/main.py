@@ -12,12 +12,16 @@ from motet.cli import adapters, audit, convert, exits, generate, keys, server_pa
 from motet.cli.context import Subparsers, server_option
 from motet.command_line import Parser
 from motet.errors import MotetError
+from motet.model import commands as model
 from motet.pooling import commands as pooling
 
 _CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
     "generate": generate.add_parser,
     "embed": pooling.add_embed,
     "classify": pooling.add_classify,
+    "tokenize": model.add_tokenize,
+    "detokenize": model.add_detokenize,
+    "model": model.add_model,
     "adapters": adapters.add_parser,
     "status": status.add_parser,
     "audit": audit.add_parser,

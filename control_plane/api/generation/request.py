@@ -95,7 +95,7 @@ def check_request(
         violations.add(
             "resume_from.ids", f"{len(request.resume_from.ids)} tokens; at most stopping.max_tokens, {max_tokens}"
         )
-    render_time_s = _checked_render_time_s(request, violations)
+    render_time_s = checked_render_time_s(request.chat, violations) if conversation is not None else None
     check_preconditions(request.preconditions, violations)
     violations.raise_if_any()
     return CheckedRequest(
@@ -216,10 +216,11 @@ def _check_sizes(request: generation_pb2.GenerateRequest, max_model_len: int) ->
         )
 
 
-def _checked_render_time_s(request: generation_pb2.GenerateRequest, violations: Violations) -> float | None:
-    if request.WhichOneof("input") != "chat" or not request.chat.HasField("render_time"):
+def checked_render_time_s(chat: types_pb2.ChatMessages, violations: Violations) -> float | None:
+    """When the conversation is to be rendered, seconds since 1970; None: at present."""
+    if not chat.HasField("render_time"):
         return None
-    moment = request.chat.render_time
+    moment = chat.render_time
     if not (0 <= moment.seconds <= MAX_RENDER_TIME_S and 0 <= moment.nanos < 10**9):
         violations.add(
             "chat.render_time", f"is {moment.seconds} s and {moment.nanos} ns since 1970; use a time from 1970 to 3000"

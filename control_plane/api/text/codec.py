@@ -6,10 +6,12 @@ tenants before them. Refuses what the checkpoint cannot do with TokenizerUnavail
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Encoding 2048 characters takes less than a millisecond; more goes to a thread.
 MAX_INLINE_CHARS = 2048
+MAX_INLINE_TOKENS = 512
 # Texts worked on at once. A thread encodes without the interpreter's lock, so that each may keep a core busy.
 NUM_PLACES = max(2, min(8, (os.cpu_count() or 2) // 2))
 MAX_WAITING_BYTES = 64 * 2**20  # of texts that wait for a place
@@ -138,8 +141,37 @@ class TextCodec:
         """A detokeniser at the start of a sequence; None without a tokenizer."""
         return None if self._factory is None else self._factory.make()
 
+    def special_tokens(self) -> dict[int, str]:
+        """Special tokens by id; none without a tokenizer."""
+        return {} if self._factory is None else self._factory.special_tokens()
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises TokenizerUnavailable."""
+        self._require_tokenizer()
+        assert self._factory is not None
+        ids = list(token_ids)
+        if len(ids) <= MAX_INLINE_TOKENS:
+            return self._factory.decode_all(ids, skip_special_tokens)
+        return await self._threads.run(self._factory.decode_all, ids, skip_special_tokens)
+
+    async def spelled(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each token adds within a text. Raises TokenizerUnavailable."""
+        self._require_tokenizer()
+        assert self._factory is not None
+        found: list[bytes] = []
+        for start in range(0, len(token_ids), MAX_INLINE_TOKENS):
+            if start:
+                await asyncio.sleep(0)
+            found += [self._factory.spelled(token_id) for token_id in token_ids[start : start + MAX_INLINE_TOKENS]]
+        return found
+
     async def encode_text(
-        self, text: str, *, tenant: str = DEFAULT_TENANT, max_model_len: int = sys.maxsize
+        self,
+        text: str,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        max_model_len: int = sys.maxsize,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """Token ids of a text, with the special tokens that the checkpoint adds.
 
@@ -149,9 +181,9 @@ class TextCodec:
         self._require_tokenizer()
         self._check_length(text, "text", max_model_len)
         if len(text) <= MAX_INLINE_CHARS:
-            return self._encode(text, "text", max_model_len)
+            return self._encode(text, "text", max_model_len, add_special_tokens)
         async with self._gate.place(tenant, sys.getsizeof(text)):
-            return await self._threads.run(self._encode, text, "text", max_model_len)
+            return await self._threads.run(self._encode, text, "text", max_model_len, add_special_tokens)
 
     async def encode_chat(
         self,
@@ -160,10 +192,12 @@ class TextCodec:
         *,
         tenant: str = DEFAULT_TENANT,
         max_model_len: int = sys.maxsize,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, rendered. Raises as `encode_text`, on field "chat".
 
-        `time_s`: the moment that the template prints as today's date, in seconds since 1970; None: now.
+        `time_s`: the moment that the template prints as today's date, in seconds since 1970; None: now. The template
+        writes special tokens itself.
         """
         self._require_tokenizer()
         if self._chat is None:
@@ -175,8 +209,8 @@ class TextCodec:
                 raise refuse("chat", str(error)) from error
             self._check_length(text, "chat", max_model_len)
             if len(text) <= MAX_INLINE_CHARS:
-                return self._encode(text, "chat", max_model_len)
-            return await self._threads.run(self._encode, text, "chat", max_model_len)
+                return self._encode(text, "chat", max_model_len, add_special_tokens)
+            return await self._threads.run(self._encode, text, "chat", max_model_len, add_special_tokens)
 
     def require_stop_strings(self) -> None:
         """Raises TokenizerUnavailable where stop strings cannot be found for want of text."""
@@ -194,12 +228,11 @@ class TextCodec:
             if num_tokens >= max_model_len:
                 raise prompt_too_long(field, f"{len(text)} characters, at least {num_tokens} tokens", max_model_len)
 
-    def _encode(self, text: str, field: str, max_model_len: int) -> list[int]:
+    def _encode(self, text: str, field: str, max_model_len: int, add_special_tokens: bool) -> list[int]:
         assert self._encoder is not None
         try:
             # `encode` would hold the interpreter's lock all the while (1 MB: 0.4 to 0.6 s) and take twice the time.
-            # The template of a conversation writes the special tokens itself.
-            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=field == "text")
+            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library, which is written in Rust, is not an Exception

@@ -14,8 +14,8 @@ from control_plane.checks import Violations, quoted
 MAX_MESSAGES = 1024
 MAX_ROLE_CHARS = 64
 MAX_NAME_CHARS = 256
-MAX_PARTS = 1024  # of one message
-MAX_TOOL_CALLS = 128  # of one message
+MAX_PARTS = 4096  # of a conversation
+MAX_TOOL_CALLS = 1024  # of a conversation
 MAX_ARGUMENTS_BYTES = 1024 * 1024  # of all calls of a conversation
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024
@@ -60,6 +60,11 @@ def check_conversation(chat: types_pb2.ChatMessages, violations: Violations) -> 
     if len(chat.messages) > MAX_MESSAGES:
         violations.add("chat.messages", f"has {len(chat.messages)} messages; use at most {MAX_MESSAGES}")
         return None
+    # Counted before anything is read: a message of 4 MiB may hold a million parts or calls.
+    for name, most in (("parts", MAX_PARTS), ("tool_calls", MAX_TOOL_CALLS)):
+        if (count := sum(len(getattr(message, name)) for message in chat.messages)) > most:
+            violations.add(f"chat.messages.{name}", f"are {count} in all messages; use at most {most}")
+            return None
     num_bytes = sum(len(call.arguments.encode()) for message in chat.messages for call in message.tool_calls)
     if num_bytes > MAX_ARGUMENTS_BYTES:
         violations.add(
@@ -105,11 +110,9 @@ def _checked_message(message: types_pb2.ChatMessage, place: str, violations: Vio
         # The names that templates know it by: `thinking` is gpt-oss's.
         plain["reasoning_content"] = plain["thinking"] = message.reasoning
     if message.tool_calls:
-        if len(message.tool_calls) > MAX_TOOL_CALLS:
-            violations.add(f"{place}.tool_calls", f"has {len(message.tool_calls)} calls; use at most {MAX_TOOL_CALLS}")
         plain["tool_calls"] = [
             _checked_call(call, f"{place}.tool_calls[{index}]", violations)
-            for index, call in enumerate(message.tool_calls[: MAX_TOOL_CALLS + 1])
+            for index, call in enumerate(message.tool_calls)
         ]
     return plain
 
@@ -118,9 +121,6 @@ def _checked_parts(message: types_pb2.ChatMessage, place: str, violations: Viola
     """The text of one part; several as templates take them."""
     if message.content:
         violations.add(f"{place}.parts", f"is set together with {place}.content; send one of them")
-    if len(message.parts) > MAX_PARTS:
-        violations.add(f"{place}.parts", f"has {len(message.parts)} parts; use at most {MAX_PARTS}")
-        return ""
     for index, part in enumerate(message.parts):
         if part.WhichOneof("part") is None:
             violations.add(f"{place}.parts[{index}]", "is not set; send text")

@@ -49,6 +49,7 @@ class DetokenizerFactory:
             if self._has_byte_fallback and (token_id := tokenizer.token_to_id(f"<0x{value:02X}>")) is not None
         )
         self._bytes_by_id: dict[int, bytes] = {}
+        self._anchor = None if self.splits_code_points else self._find_anchor()
 
     def make(self) -> Detokenizer:
         """A detokeniser at the start of a sequence."""
@@ -63,6 +64,41 @@ class DetokenizerFactory:
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def decode_all(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """The text of whole token ids."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def special_tokens(self) -> dict[int, str]:
+        """Special tokens by id."""
+        tokens = self._tokenizer.get_added_tokens_decoder()
+        return {token_id: tokens[token_id].content for token_id in sorted(self._special_ids)}
+
+    def spelled(self, token_id: int) -> bytes:
+        """The bytes that a token adds within a text; of a special token, how it is written. Empty for an unknown id."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special_ids:
+            return str(token).encode()
+        if token_id in self._byte_token_ids:
+            return bytes([int(token[3:5], 16)])
+        if self.splits_code_points:
+            return self.bytes_of(token_id)
+        if self._anchor is None:
+            return self.decode([token_id]).encode()
+        # Alone, a decoder would take a token for the first one and strip its space.
+        before = self.decode([self._anchor])
+        return self.decode([self._anchor, token_id]).removeprefix(before).encode()
+
+    def _find_anchor(self) -> int | None:
+        """A token with a text of its own that stays as it is, whatever follows."""
+        for token_id in range(min(self._tokenizer.get_vocab_size(), 2048)):
+            if token_id not in self._special_ids and token_id not in self._byte_token_ids:
+                text = self.decode([token_id])
+                if text.isalnum() and self.decode([token_id, token_id]).startswith(text):
+                    return token_id
+        return None
 
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes of one token of a byte-level vocabulary; empty for one that decode() leaves out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from motet.v1 import types_pb2
@@ -49,10 +49,10 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 BAD_TURNS: dict[str, tuple[dict[str, Any], str, str]] = {
     "content and parts": ({**USER, "parts": [{"text": "y"}]}, "chat.messages[0].parts", "content"),
     "a part of nothing": ({"role": "user", "parts": [{}]}, "chat.messages[0].parts[0]", "text"),
-    "1025 parts": ({"role": "user", "parts": [{"text": "y"}] * 1025}, "chat.messages[0].parts", "1024"),
+    "4097 parts": ({"role": "user", "parts": [{"text": "y"}] * 4097}, "chat.messages.parts", "4096"),
     "a name of 257 characters": ({**USER, "name": "n" * 257}, "chat.messages[0].name", "256"),
     "an id of 257 characters": ({**USER, "tool_call_id": "n" * 257}, "chat.messages[0].tool_call_id", "256"),
-    "129 calls": ({"role": "assistant", "tool_calls": [CALL] * 129}, "chat.messages[0].tool_calls", "128"),
+    "1025 calls": ({"role": "assistant", "tool_calls": [CALL] * 1025}, "chat.messages.tool_calls", "1024"),
     "a call without a name": (
         {"role": "assistant", "tool_calls": [{"arguments": "{}"}]},
         "chat.messages[0].tool_calls[0].name",
@@ -102,10 +102,13 @@ def chats() -> Iterator[tuple[str, types_pb2.ChatMessages, str, str]]:
         yield name, types_pb2.ChatMessages(messages=[turn]), "", ""
 
 
-def cases(method: str, message_with: Any) -> Iterator[Case]:
-    """`message_with`: the message of the method for a conversation."""
+def cases(method: str, message_with: Any, *, without: Collection[str] = ()) -> Iterator[Case]:
+    """`message_with`: the message of the method for a conversation. `without`: names of what the method refuses so."""
     for name, chat, field, says in chats():
+        if name in without:
+            continue
         messages = (message_with(chat).SerializeToString(),)
+        name = f"{method.rpartition('/')[2]} {name}"
         if field:
             yield Case(name=name, method=method, messages=messages, fields=(field,), says=says)
         else:

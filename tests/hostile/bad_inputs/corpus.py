@@ -21,6 +21,7 @@ from tests.hostile.bad_inputs import (
     adapter_files,
     generation,
     lora_tasks,
+    model,
     mutations,
     other_calls,
     pooling,
@@ -36,6 +37,7 @@ GOOD_ADAPTER = "good"  # registered before anything is sent, and all that is reg
 # What is sent to the port of clients, by the module of the cases.
 CLIENT_TABLES: dict[str, Callable[[Facts], Iterator[Case]]] = {
     "generation": generation.cases,
+    "model": model.cases,
     "pooling": pooling.cases,
     "adapter_calls": adapter_calls.cases,
     "residency": residency.cases,

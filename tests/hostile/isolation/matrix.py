@@ -18,7 +18,16 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, push_pb2, residency_pb2, status_pb2, verify_pb2
+from motet.v1 import (
+    adapters_pb2,
+    generation_pb2,
+    model_pb2,
+    pooling_pb2,
+    push_pb2,
+    residency_pb2,
+    status_pb2,
+    verify_pb2,
+)
 
 from tests.control_plane.api.rpc.test_callers import CLIENT_METHODS
 from tests.hostile.isolation.things import Things
@@ -134,6 +143,26 @@ def task(files: dict[str, bytes], **fields: Any) -> list[Message]:
     return messages
 
 
+def _model(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
+    return [
+        [model_pb2.GetModelRequest(adapter=f"adapters/{things.adapter_id}", adapter_digest=things.former_digest)],
+        [model_pb2.GetModelRequest(adapter=things.adapter_id)],
+    ]
+
+
+def _tokenize(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
+    chat = {"messages": [{"role": "user", "content": things.text}]}
+    return [
+        [model_pb2.TokenizeRequest(adapter=things.adapter_id, adapter_digest=things.digest, text=things.text)],
+        [model_pb2.TokenizeRequest(adapter=f"adapters/{things.adapter_id}", chat=chat)],
+    ]
+
+
+def _detokenize(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
+    digest, ids = things.digest, {"ids": PROMPT}
+    return [[model_pb2.DetokenizeRequest(adapter=things.adapter_id, adapter_digest=digest, token_ids=ids)]]
+
+
 def _update(things: Things, _files: dict[str, bytes]) -> list[list[Message]]:
     adapter = {"name": f"adapters/{things.adapter_id}", "labels": {"a": "b"}, "display_name": "d"}
     everything = ["labels", "display_name", "visibility", "shared_with", "owner"]
@@ -169,6 +198,9 @@ def _plain(*messages: Message) -> Callable[[Things, dict[str, bytes]], list[list
 
 _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] = {
     "Generate": _generate,
+    "GetModel": _model,
+    "Tokenize": _tokenize,
+    "Detokenize": _detokenize,
     "Embed": _embed,
     "Classify": _classify,
     "GenerateWithTask": lambda _things, files: [task(files, request_id="mine")],

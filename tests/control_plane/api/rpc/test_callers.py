@@ -17,7 +17,16 @@ from google.longrunning import operations_pb2
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from motet.v1 import adapters_pb2, generation_pb2, pooling_pb2, push_pb2, residency_pb2, status_pb2, verify_pb2
+from motet.v1 import (
+    adapters_pb2,
+    generation_pb2,
+    model_pb2,
+    pooling_pb2,
+    push_pb2,
+    residency_pb2,
+    status_pb2,
+    verify_pb2,
+)
 
 from contract.v1 import plan_pb2
 from control_plane.access.authenticator import Authenticator, Presented
@@ -48,6 +57,7 @@ REFLECTION = {
 }
 _CLIENT_FILES = (
     generation_pb2,
+    model_pb2,
     pooling_pb2,
     adapters_pb2,
     push_pb2,

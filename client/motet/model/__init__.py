@@ -1,0 +1,1 @@
+"""The model and its tokenizer: the calls as data, and the commands."""

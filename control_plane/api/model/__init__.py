@@ -1,0 +1,1 @@
+"""ModelService: facts of the model, and texts to token ids and back."""
