@@ -55,6 +55,9 @@ class GenerateOptions(SamplingOptions, ConversationOptions, total=False):
     stop_token_ids: Sequence[int]  # end after one of these tokens
     min_tokens: int | None  # generate so many before any of these, or the end-of-sequence token, may end it
     ignore_eos: bool | None  # go on after the end-of-sequence token
+    token_bytes: bool  # with log-probabilities: the bytes of every token that has one
+    include_stop: bool  # deliver the stop string that ended a completion, or the text of the stop token
+    skip_special_tokens: bool | None  # leave special tokens out of the text; default true
     cache_salt: str  # requests of one tenant share cached prompts only when this is equal
     request_id: str  # label of your own for logs, at most 128 printable ASCII characters
     priority: int | None  # among the requests of your tenant, higher ones run first; from -100 to 100
@@ -90,6 +93,11 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     _set_decoding(request, options)
     if ignore_eos is not None:
         request.stopping.ignore_eos = ignore_eos
+    if options.get("token_bytes") or options.get("include_stop"):
+        request.output.token_bytes = bool(options.get("token_bytes"))
+        request.output.include_stop = bool(options.get("include_stop"))
+    if (skips := options.get("skip_special_tokens")) is not None:
+        request.output.skip_special_tokens = skips
     _set_prompt(request, prompt, options)
     return request
 

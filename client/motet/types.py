@@ -38,6 +38,7 @@ class TokenLogprob:
 
     token_id: int
     logprob: float  # natural logarithm; the lowest float32 stands for all that is less
+    token: bytes = b""  # with token_bytes: what it adds to a text; may end within a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class TokenLogprobs:
     logprob: float  # natural logarithm; the lowest float32 stands for all that is less
     rank: int  # tokens that were more likely, plus one
     top: tuple[TokenLogprob, ...]  # as many as requested, the most likely first
+    token: bytes = b""  # with token_bytes: what it adds to a text; may end within a character
 
 
 class FinishReason(enum.StrEnum):

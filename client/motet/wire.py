@@ -108,7 +108,8 @@ def logprobs_from(messages: Iterable[types_pb2.TokenLogprobs]) -> tuple[types.To
             returned.token_id,
             returned.logprob,
             returned.rank,
-            tuple(types.TokenLogprob(candidate.token_id, candidate.logprob) for candidate in returned.top),
+            tuple(types.TokenLogprob(each.token_id, each.logprob, each.token) for each in returned.top),
+            returned.token,
         )
         for returned in messages
     )

@@ -21,6 +21,7 @@ from motet import (
     InvalidArgument,
     ToolCall,
 )
+from motet.v1 import types_pb2
 
 from tests.client.conftest import Driver
 from tests.client.scripted_server import (
@@ -271,6 +272,21 @@ def test_conversations_in_the_form_of_openai_carry_tools_calls_and_parts(
     assert (last.tool_calls[0].name, last.tool_calls[0].arguments) == ("look", "{}")
     assert json.loads(chat.tools) == [TOOL] and json.loads(chat.template_kwargs) == {"enable_thinking": False}
     assert chat.continue_final_message and not chat.HasField("add_generation_prompt")
+
+
+def test_what_a_stream_carries_is_requested_and_read(server: ScriptedServer, driver: Driver) -> None:
+    entry = types_pb2.TokenLogprobs(token_id=5, token=b"\xf0", top=[types_pb2.TokenLogprob(token_id=6, token=b"a")])
+    with_bytes = delta(0, [5], "")
+    with_bytes.delta.logprobs.append(entry)
+    server.scripts.append(sending(started(), with_bytes, finished(1)))
+    chunks, _ = driver.generate("a", logprobs=1, token_bytes=True, include_stop=True, skip_special_tokens=False)
+    (found,) = chunks[0].logprobs
+    assert (found.token, found.top[0].token) == (b"\xf0", b"a")
+    output = server.requests[0].output
+    assert output.token_bytes and output.include_stop and output.HasField("skip_special_tokens")
+    server.scripts.append(playing(TOKENS))
+    driver.generate("a")
+    assert not server.requests[1].HasField("output")
 
 
 @pytest.mark.parametrize(

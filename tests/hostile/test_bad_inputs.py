@@ -25,6 +25,8 @@ LEAST_CASES = 1800
 # be refused in their name.
 FREE = {
     "motet.v1.StoppingParams.ignore_eos",
+    "motet.v1.OutputParams.include_stop",
+    "motet.v1.OutputParams.skip_special_tokens",
     "motet.v1.BeamSearchParams.early_stopping",
     "motet.v1.SamplingParams.seed",
     "motet.v1.EmbedRequest.normalize",

@@ -6,7 +6,7 @@ samples may hold half a million of them. The messages are made while the tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from motet.v1 import generation_pb2
 
@@ -20,7 +20,9 @@ MAX_DELTA_LOGPROBS = 2048  # log-probabilities in one delta, candidates included
 class KeptDeltas:
     """The deltas of one completion, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, spell: Callable[[int], bytes] | None = None) -> None:
+        """`spell`: the bytes of a token, where they are returned with log-probabilities."""
+        self._spell = spell
         self._encoded: list[bytes] = []
         self._open: generation_pb2.GenerateResponse | None = None  # its delta may still grow
         self._num_open_logprobs = 0
@@ -45,7 +47,7 @@ class KeptDeltas:
         self._num_tokens += len(token_ids)
         delta.completion_tokens = self._num_tokens
         if logprobs:
-            add_logprobs(delta.logprobs, logprobs)
+            add_logprobs(delta.logprobs, logprobs, self._spell)
             self._num_open_logprobs += num_logprobs
 
     def messages(self, index: int) -> Iterator[generation_pb2.GenerateResponse]:

@@ -53,6 +53,9 @@ class CheckedRequest:
     cache_salt: bytes
     resume_from: tuple[int, ...]
     priority: int
+    returns_token_bytes: bool  # with log-probabilities
+    includes_stop: bool  # in the text: the stop string, or the stop token's text
+    skips_special_tokens: bool  # in the text
     model_fingerprint: str  # the model that the request relies on; empty: any
     prompt_sha256: str  # the prompt that the request relies on; empty: any
 
@@ -96,6 +99,10 @@ def check_request(
             "resume_from.ids", f"{len(request.resume_from.ids)} tokens; at most stopping.max_tokens, {max_tokens}"
         )
     render_time_s = checked_render_time_s(request.chat, violations) if conversation is not None else None
+    if request.output.token_bytes and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None:
+        violations.add(
+            "output.token_bytes", "is set without sampling.logprobs and sampling.prompt_logprobs; set one of them too"
+        )
     check_preconditions(request.preconditions, violations)
     violations.raise_if_any()
     return CheckedRequest(
@@ -115,6 +122,11 @@ def check_request(
         cache_salt=request.cache_salt.encode(),
         resume_from=resume_from,
         priority=request.priority,
+        returns_token_bytes=request.output.token_bytes,
+        includes_stop=request.output.include_stop,
+        skips_special_tokens=request.output.skip_special_tokens
+        if request.output.HasField("skip_special_tokens")
+        else True,
         model_fingerprint=request.preconditions.model_fingerprint,
         prompt_sha256=request.preconditions.prompt_sha256,
     )
@@ -176,11 +188,12 @@ def check_prompt_logprobs(checked: CheckedRequest, num_prompt_tokens: int) -> No
     if num_logprobs is None:
         return
     num_entries = (num_prompt_tokens - 1) * (num_logprobs + 1)
-    if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+    most = MAX_PROMPT_LOGPROB_ENTRIES // (4 if checked.returns_token_bytes else 1)
+    if num_entries > most:
         raise refuse(
             "sampling.prompt_logprobs",
             f"{num_logprobs} for a prompt of {num_prompt_tokens} tokens gives {num_entries} log-probabilities; at most "
-            f"{MAX_PROMPT_LOGPROB_ENTRIES} in all; ask for fewer or shorten the prompt",
+            f"{most} in all; ask for fewer or shorten the prompt",
         )
 
 

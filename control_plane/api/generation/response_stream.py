@@ -57,8 +57,9 @@ class _Completion:
     def take(self, event: JobEvent) -> _Piece:
         """Take an event and return what can be delivered. The completion has ended if `reason` is set then."""
         token_ids, finish_reason, logprobs = event.token_ids, event.finish_reason, event.logprobs
-        # A stop token counts, its text is not delivered.
-        num_text_tokens = len(token_ids) - (1 if finish_reason is FinishReason.STOP_TOKEN else 0)
+        # A stop token counts; its text is delivered where the client wants it.
+        is_stopped = finish_reason is FinishReason.STOP_TOKEN and not self.text.includes_stop
+        num_text_tokens = len(token_ids) - is_stopped
         piece = self.text.push(token_ids[:num_text_tokens])
         text, stop_string = piece.text, piece.stop_string
         if stop_string is not None:
@@ -80,7 +81,7 @@ class _Completion:
 
     async def resume(self, token_ids: Sequence[int], *, is_stopped: bool, is_full: bool) -> None:
         """Bring the text to where the broken stream ended. The completion ends here if `token_ids` are all of it."""
-        text_ids = token_ids[:-1] if is_stopped else token_ids
+        text_ids = token_ids[:-1] if is_stopped and not self.text.includes_stop else token_ids
         self.num_tokens = len(token_ids)
         for start in range(0, len(text_ids), MAX_TOKENS_AT_ONCE):
             if start:
@@ -122,8 +123,10 @@ class ResponseStream:
         make_text: Callable[[], TextStream],
         clock: Callable[[], float],
         keeps_text: bool = False,
+        spell: Callable[[int], bytes] | None = None,
     ) -> None:
-        """`keeps_text`: `texts` has the completions at the end."""
+        """`keeps_text`: `texts` has the completions at the end. `spell`: the bytes of a token, if they are returned."""
+        self._spell = spell
         self.request_id = client_request_id
         self._texts: list[list[str]] | None = [[] for _ in range(checked.decoding.num_indices)] if keeps_text else None
         self._adapters = adapters
@@ -136,7 +139,9 @@ class ResponseStream:
         self._clock = clock
         self._decoding = checked.decoding
         self._is_ranked = checked.decoding.is_ranked
-        self._completions = [_Completion(index, make_text()) for index in range(checked.decoding.num_indices)]
+        self._completions = [
+            _Completion(index, make_text(), kept=KeptDeltas(spell)) for index in range(checked.decoding.num_indices)
+        ]
         self._num_running = len(self._completions)
         self._is_started = False
         self._num_cached_tokens = 0
@@ -198,7 +203,7 @@ class ResponseStream:
         for start in range(0, len(logprobs), num_at_once):
             if start:
                 await asyncio.sleep(0)
-            add_logprobs(self._first.started.prompt_logprobs, logprobs[start : start + num_at_once])
+            add_logprobs(self._first.started.prompt_logprobs, logprobs[start : start + num_at_once], self._spell)
 
     def take(self, event: JobEvent, give_up: Callable[[int], None]) -> Iterable[generation_pb2.GenerateResponse]:
         """The messages for one event of the fleet, or for a part of one.
@@ -228,7 +233,7 @@ class ResponseStream:
             return [] if self._num_running else self._chosen()
         messages = [] if self._is_started else [self._started()]
         if piece[0] or piece[1]:
-            messages.append(_delta(piece, completion.index, completion.num_tokens))
+            messages.append(_delta(piece, completion.index, completion.num_tokens, self._spell))
         if completion.reason is not None:
             messages.append(self._finished(completion, completion.index))
         return messages
@@ -326,7 +331,9 @@ def parts_of(event: JobEvent) -> Iterator[JobEvent]:
         )
 
 
-def _delta(piece: _Piece, index: int, num_tokens: int) -> generation_pb2.GenerateResponse:
+def _delta(
+    piece: _Piece, index: int, num_tokens: int, spell: Callable[[int], bytes] | None
+) -> generation_pb2.GenerateResponse:
     """`num_tokens`: of this completion, including those of the piece."""
     # Filled in place: made once per token, and a delta passed to the constructor is copied.
     message = generation_pb2.GenerateResponse()
@@ -339,5 +346,5 @@ def _delta(piece: _Piece, index: int, num_tokens: int) -> generation_pb2.Generat
     delta.text = text
     delta.completion_tokens = num_tokens
     if logprobs:
-        add_logprobs(delta.logprobs, logprobs)
+        add_logprobs(delta.logprobs, logprobs, spell)
     return message

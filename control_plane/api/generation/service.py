@@ -152,7 +152,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         )
         eos_token_ids = text.defaults.eos_token_ids or self._model.eos_token_ids
         stop_token_ids = effective_stop_token_ids(checked, eos_token_ids, vocab_size)
-        if checked.stop:
+        if checked.stop or checked.returns_token_bytes:
             text.codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
         resolved = self._resolved(checked, key)
@@ -290,7 +290,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             render_time_s=render_time_s,
             request=request,
             vocab_size=vocab_size,
-            make_text=lambda: TextStream(codec.detokenizer(), stops, checked.sampling.min_tokens),
+            make_text=lambda: TextStream(
+                codec.detokenizer(keeps_special=not checked.skips_special_tokens),
+                stops,
+                checked.sampling.min_tokens,
+                includes_stop=checked.includes_stop,
+            ),
+            spell=codec.spell if checked.returns_token_bytes else None,
             clock=self._clock,
             keeps_text=self._audit.has_text,
         )

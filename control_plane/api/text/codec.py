@@ -137,9 +137,15 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return self._chat is not None
 
-    def detokenizer(self) -> Detokenizer | None:
-        """A detokeniser at the start of a sequence; None without a tokenizer."""
-        return None if self._factory is None else self._factory.make()
+    def detokenizer(self, *, keeps_special: bool = False) -> Detokenizer | None:
+        """A detokeniser at the start of a sequence; None without a tokenizer. `keeps_special`: special tokens too."""
+        if self._factory is None:
+            return None
+        return (self._factory.keeping_special() if keeps_special else self._factory).make()
+
+    def spell(self, token_id: int) -> bytes:
+        """The bytes that a token adds within a text; none without a tokenizer."""
+        return b"" if self._factory is None else self._factory.spelled(token_id)
 
     def special_tokens(self) -> dict[int, str]:
         """Special tokens by id; none without a tokenizer."""

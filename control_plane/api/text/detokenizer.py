@@ -31,8 +31,11 @@ class Detokenizer(Protocol):
 class DetokenizerFactory:
     """Makes detokenisers for one tokenizer; keeps what they share."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, keeps_special: bool = False) -> None:
+        """`keeps_special`: texts hold special tokens, as with `skip_special_tokens=False`."""
         self._tokenizer = tokenizer
+        self._keeps_special = keeps_special
+        self._keeping: DetokenizerFactory | None = None
         kinds = _decoder_kinds(tokenizer)
         # Cases: 1. byte-level alone: bytes can be mapped token by token. 2. byte fallback: runs of <0xHH> tokens are
         # decoded as a whole, so a run is held until it ends. 3. a decoder chain with byte-level in it: the last tokens
@@ -49,7 +52,14 @@ class DetokenizerFactory:
             if self._has_byte_fallback and (token_id := tokenizer.token_to_id(f"<0x{value:02X}>")) is not None
         )
         self._bytes_by_id: dict[int, bytes] = {}
+        self._spelled_by_id: dict[int, bytes] = {}
         self._anchor = None if self.splits_code_points else self._find_anchor()
+
+    def keeping_special(self) -> DetokenizerFactory:
+        """The same for texts with special tokens, made once."""
+        if self._keeping is None:
+            self._keeping = DetokenizerFactory(self._tokenizer, keeps_special=True)
+        return self._keeping
 
     def make(self) -> Detokenizer:
         """A detokeniser at the start of a sequence."""
@@ -57,13 +67,15 @@ class DetokenizerFactory:
 
     def is_skipped(self, token_id: int) -> bool:
         """Whether decode() leaves this id out: special, or not in the vocabulary."""
-        return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
+        if token_id in self._special_ids and not self._keeps_special:
+            return True
+        return self._tokenizer.id_to_token(token_id) is None
 
     def is_byte_token(self, token_id: int) -> bool:
         return token_id in self._byte_token_ids
 
     def decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return self.decode_all(token_ids, not self._keeps_special)
 
     def decode_all(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """The text of whole token ids."""
@@ -76,6 +88,12 @@ class DetokenizerFactory:
 
     def spelled(self, token_id: int) -> bytes:
         """The bytes that a token adds within a text; of a special token, how it is written. Empty for an unknown id."""
+        known = self._spelled_by_id.get(token_id)
+        if known is None:
+            known = self._spelled_by_id[token_id] = self._spell(token_id)
+        return known
+
+    def _spell(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""

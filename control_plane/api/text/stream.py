@@ -21,10 +21,19 @@ class Piece:
 class TextStream:
     """Takes tokens in order; `detokenizer` is None where the checkpoint has no tokenizer: then text is empty.
 
-    Stop strings are looked for in the text behind the first `min_tokens` tokens.
+    Stop strings are looked for in the text behind the first `min_tokens` tokens. `includes_stop`: what is found is
+    delivered too.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: StopStrings, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer | None,
+        stops: StopStrings,
+        min_tokens: int = 0,
+        *,
+        includes_stop: bool = False,
+    ) -> None:
+        self.includes_stop = includes_stop
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
         self._num_unsearched = min_tokens  # tokens to come whose text is not looked at
@@ -44,7 +53,7 @@ class TextStream:
                     continue
             pieces.append(self._matcher.push(self._detokenizer.push(token_id)))
             if self._matcher.matched is not None:
-                return Piece(position + 1, "".join(pieces), self._matcher.matched)
+                return Piece(position + 1, "".join(pieces) + self._found(), self._matcher.matched)
         return Piece(len(token_ids), "".join(pieces))
 
     def finish(self) -> Piece:
@@ -55,5 +64,9 @@ class TextStream:
             return Piece(0, self._detokenizer.finish())
         text = self._matcher.push(self._detokenizer.finish())
         if self._matcher.matched is not None:
-            return Piece(0, text, self._matcher.matched)
+            return Piece(0, text + self._found(), self._matcher.matched)
         return Piece(0, text + self._matcher.finish())
+
+    def _found(self) -> str:
+        """The stop string, where it is delivered."""
+        return (self._matcher.matched or "") if self.includes_stop else ""

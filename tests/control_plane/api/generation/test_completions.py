@@ -315,3 +315,29 @@ async def test_completions_to_be_ranked_keep_no_log_probabilities_that_were_not_
     script(api, scored(0, [5], [-2.0], LENGTH), scored(1, [6, 7], [-1.0, -0.5], LENGTH))
     await generate(api, request(decoding={"best_of": 2}))
     assert kept == [None, None]
+
+
+async def test_bytes_of_tokens_come_with_their_log_probabilities(api: Api) -> None:
+    """A part of a character is its bytes; a special token is as it is written."""
+    emoji, end, other = ids_of("ðŁ", "</s>", "he")
+    script(
+        api,
+        job_event([emoji], logprobs=[logprobs_of(emoji, -1.5, ((end, -2.0),))], prompt_logprobs=[logprobs_of(other)]),
+        job_event([other], LENGTH, logprobs=[logprobs_of(other, -1.0)]),
+    )
+    params = {"logprobs": 1, "prompt_logprobs": 0}
+    responses = await generate(api, request(sampling=params, output={"token_bytes": True}))
+    assert [entry.token for entry in responses[0].started.prompt_logprobs] == [b"he"]
+    entries = [entry for response in responses for entry in response.delta.logprobs]
+    assert [entry.token for entry in entries] == ["😀".encode()[:2], b"he"]
+    assert [top.token for top in entries[0].top] == [b"</s>"]
+    plain = await generate(api, request(sampling=params))
+    assert not any(entry.token for response in plain for entry in response.delta.logprobs)
+
+
+async def test_bytes_of_tokens_come_with_ranked_completions(api: Api) -> None:
+    (token,) = ids_of("he")
+    script(api, scored(0, [token], [-1.0], LENGTH), scored(1, [token], [-2.0], LENGTH))
+    fields: Any = {"decoding": {"best_of": 2}, "sampling": {"logprobs": 0}, "output": {"token_bytes": True}}
+    responses = await generate(api, request(**fields))
+    assert [entry.token for response in responses for entry in response.delta.logprobs] == [b"he"]

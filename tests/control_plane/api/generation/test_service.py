@@ -195,6 +195,24 @@ async def test_stop_token_counts_and_has_no_text(api: Api) -> None:
     assert responses[-1].finished.reason == types_pb2.FINISH_REASON_STOP_TOKEN
 
 
+async def test_what_ended_a_completion_is_delivered_where_the_client_wants_it(api: Api) -> None:
+    script(api, job_event(ids_of("he", "ll", "o")), job_event(ids_of("o", "he"), FinishReason.LENGTH))
+    included: Any = {"stopping": {"stop": ["lo"]}, "output": {"include_stop": True}}
+    responses = await generate(api, request(**included))
+    assert text_of(responses) == "hello" and responses[-1].finished.stop_string == "lo"
+    assert tokens_of(responses) == ids_of("he", "ll", "o")
+    script(api, job_event(ids_of("he", "ll"), FinishReason.STOP_TOKEN))
+    stopped: Any = {"stopping": {"stop_token_ids": ids_of("ll")}, "output": {"include_stop": True}}
+    assert text_of(await generate(api, request(**stopped))) == "hell"
+
+
+async def test_special_tokens_are_in_the_text_where_the_client_wants_them(api: Api) -> None:
+    for skips, text in ((True, "hehe"), (None, "hehe"), (False, "he<s>he")):
+        script(api, job_event(ids_of("he", "<s>", "he"), FinishReason.LENGTH))
+        responses = await generate(api, request(output={"skip_special_tokens": skips}))
+        assert text_of(responses) == text, skips
+
+
 async def test_ignore_eos_leaves_only_the_clients_stop_tokens(api: Api) -> None:
     script(api, job_event([5], FinishReason.LENGTH))
     await generate(api, stopping(ignore_eos=True, stop_token_ids=[9]))

@@ -66,6 +66,19 @@ def test_pieces_join_to_the_text_of_all_tokens(name: str, data: st.DataObject) -
     assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+@settings(max_examples=80)
+def test_pieces_with_special_tokens_join_to_the_text_that_keeps_them(name: str, data: st.DataObject) -> None:
+    tokenizer, factory = TOKENIZERS[name], FACTORIES[name].keeping_special()
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=40))
+    special = sorted(factory.special_tokens())
+    ids += data.draw(st.lists(st.sampled_from(special), max_size=2)) if special else []
+    detokenizer = factory.make()
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=False)
+
+
 @pytest.mark.parametrize("name", ["byte level", "metaspace", "byte fallback"])
 @given(data=st.data())
 @settings(max_examples=60)
