@@ -82,7 +82,7 @@ class PushService(push_pb2_grpc.PushServiceServicer):
             await check_whole(context)
             pushed = await self._pushes.push(registration, {CONFIG_FILE: config, WEIGHTS_FILE: weights})
             change.digest = pushed.registered.digest
-            return _response(pushed, receive_s)
+            return response_to(pushed, receive_s)
 
     def _checked_size(self, header: push_pb2.PushHeader) -> int:
         violations = Violations()
@@ -169,7 +169,8 @@ def _check_chunk(message: push_pb2.PushVersionRequest, received: int, announced:
         raise refuse("chunk.data", f"brings the push to {received} bytes; the header announces {announced}")
 
 
-def _response(pushed: Pushed, receive_s: float) -> push_pb2.PushVersionResponse:
+def response_to(pushed: Pushed, receive_s: float) -> push_pb2.PushVersionResponse:
+    """What the caller learns of a push."""
     timings = push_pb2.PushTimings(
         receive_time=wire.duration(receive_s),
         pack_time=wire.duration(pushed.pack_s),
@@ -178,6 +179,8 @@ def _response(pushed: Pushed, receive_s: float) -> push_pb2.PushVersionResponse:
         visible_time=wire.duration(receive_s + pushed.visible_s),
         durable_time=wire.duration(receive_s + pushed.durable_s),
     )
+    # The workers are those that had the version before: another tenant may have loaded the same weights.
+    num_workers = len(pushed.worker_ids) if current_caller().principal.is_admin else 0
     return push_pb2.PushVersionResponse(
-        adapter=wire.registered_message(pushed.registered), timings=timings, num_workers=len(pushed.worker_ids)
+        adapter=wire.registered_message(pushed.registered), timings=timings, num_workers=num_workers
     )

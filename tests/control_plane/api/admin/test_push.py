@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 from motet.v1 import push_pb2
 
+from control_plane.access.principal import Principal, Role, of_roles
+from control_plane.adapters.pushes import Pushed
 from control_plane.api.admin import push
 from control_plane.api.admin.disk_space import DiskSpace
 from control_plane.api.admin.upload import Accepted, PacedMessages
 from control_plane.awake import AwakeClock
+from control_plane.caller import Caller, acting_as
 from control_plane.errors import Exhausted, InvalidRequest
+from control_plane.registry.records import Registered
+from tests.control_plane.api.fake_adapters import DIGEST, adapter_record, adapter_version
 
 CHUNK = 1000
 
@@ -64,3 +69,13 @@ async def test_a_full_disk_ends_the_push_at_whichever_batch_it_comes(
 async def test_a_push_that_ends_too_early_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="ended after 2000 of 3000 bytes"):
         await receive(tmp_path / "weights", num_sent=2, num_announced=3)
+
+
+@pytest.mark.parametrize(("role", "shown"), [(Role.ADAPTERS_WRITE, 0), (Role.ADMIN, 2)])
+def test_only_an_admin_learns_on_how_many_workers_the_weights_are(role: Role, shown: int) -> None:
+    """The push goes where the version before it is, and another tenant with equal weights may have brought it there."""
+    record = adapter_record("poet", (adapter_version(DIGEST, number=1),), DIGEST)
+    times = {"pack_s": 0.1, "cache_s": 0.1, "load_s": 0.1, "visible_s": 0.3, "durable_s": 0.4}
+    pushed = Pushed(Registered(record.active_digest, record, None), ("w0", "w1"), **times)
+    with acting_as(Caller("team-a", Principal("key:team-a", of_roles({role}), ("team-a",)), "ipv4:10.0.0.1:5")):
+        assert push.response_to(pushed, 0.1).num_workers == shown
