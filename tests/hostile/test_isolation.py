@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from google.longrunning import operations_pb2
-from motet.v1 import adapters_pb2, generation_pb2, status_pb2
+from motet.v1 import adapters_pb2, generation_pb2, push_pb2, status_pb2
 
 from tests.control_plane.api.rpc.test_callers import CLIENT_METHODS
 from tests.hostile.isolation import matrix
@@ -29,6 +29,7 @@ from tests.hostile.isolation.world import (
 )
 
 UPLOAD, STATUS = f"{ADAPTERS}UploadAdapter", "/motet.v1.StatusService/GetStatus"
+PUSH = "/motet.v1.PushService/PushVersion"
 # Of streams that have no end. A watch of adapters has at least a first event and the end of the snapshot.
 NUM_RESPONSES = {"/grpc.health.v1.Health/Watch": 1, "/motet.v1.AdapterResidencyService/WatchAdapters": 2}
 # The one thing that A may learn: that a name is taken. Names are one space for all tenants, and a name cannot be given
@@ -256,3 +257,14 @@ def test_bytes_that_another_tenant_registered_are_new_bytes(world: World) -> Non
         seen.append((adapter.registration.change, [place.tier for place in got.adapter.placements]))
         world.taken("acme", f"{ADAPTERS}DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=f"adapters/{name}"))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("key", "shown"), [("acme", 0), ("admin", 1)])
+def test_a_push_does_not_tell_how_many_workers_have_the_version_before(world: World, key: str, shown: int) -> None:
+    """A push goes to the workers that have the former weights, which B's requests brought there. An admin sees it."""
+    assert world.call(WORD, GENERATE, [matrix.generate(adapter=world.other.adapter_id)]).code is grpc.StatusCode.OK
+    name = f"{key}-copied"
+    world.taken(key, UPLOAD, *matrix.upload(world.adapter_files(13), name))
+    pushed: push_pb2.PushVersionResponse = world.taken(key, PUSH, *matrix.push(world.adapter_files(60), name))
+    assert pushed.num_workers == shown
+    world.taken(key, f"{ADAPTERS}DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=f"adapters/{name}"))
