@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,10 +35,17 @@ def commands(text: str) -> list[list[str]]:
 
 
 def run(text: str, directory: Path) -> None:
-    """Execute a block with a shell that stops at the first command that fails. `motet` is that of the checkout."""
-    motet = f'motet() {{ {shlex.quote(sys.executable)} -m motet "$@"; }}\n'
+    """Execute a block with a shell that stops at the first command that fails. `motet` is that of the checkout.
+
+    `model_signing` is the package's where it is installed, else one of the tests that takes the same arguments.
+    """
+    modules = {"python": "", "motet": "-m motet"}
+    if shutil.which("model_signing") is None:
+        modules["model_signing"] = "-m tests.fakes.model_signing"
+    python = shlex.quote(sys.executable)
+    functions = "".join(f'{name}() {{ {python} {arguments} "$@"; }}\n' for name, arguments in modules.items())
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", motet + text],
+        ["bash", "-euo", "pipefail", "-c", functions + text],
         cwd=directory,
         env=server_parts.child_environment(),
         timeout=COMMAND_S,

@@ -8,51 +8,17 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from tests.control_plane.access.authentication.tokens import jwk, jwks, private_key, token
-from tests.control_plane.server_processes import STEP_S, checkpoint, ready_line, start
+from tests.control_plane.server_processes import STEP_S
 from tests.docs_commands import block, commands, run
+from tests.e2e.documented_server import started
 
 DOCUMENT = "docs/security.md"
-Motet = Callable[..., Awaitable[tuple[int, str]]]
-
-
-@contextlib.asynccontextmanager
-async def started(
-    name: str, directory: Path, words: Mapping[str, str] | None = None
-) -> AsyncIterator[tuple[list[str], Motet]]:
-    """Runs the control plane of a block's first command. Gives the second one, and a way to run it.
-
-    `words` replaces words of the block that stand for something of the reader's.
-    """
-    text = block(DOCUMENT, name).replace("DIR", str(checkpoint(directory / "model")))
-    for word, value in (words or {}).items():
-        assert word in text
-        text = text.replace(word, value)
-    control_plane, client = commands(text)
-    assert control_plane[:2] == ["motet", "control-plane"] and client[0] == "motet"
-    ports = ("--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0", "--host-cache", "memory")
-    plane = await start("control_plane", *control_plane[2:], *ports, "--data-dir", "data", cwd=directory)
-    try:
-        match = await ready_line(plane, r" ready clients=127\.0\.0\.1:(\d+) ")
-
-        async def motet(*arguments: str) -> tuple[int, str]:
-            """The exit code of a command, and what it printed."""
-            shown = [word.replace("HOST:50051", f"localhost:{match[1]}") for word in arguments]
-            process = await start("motet", *shown, cwd=directory)
-            out, err = await asyncio.wait_for(process.communicate(), STEP_S)
-            assert process.returncode is not None
-            return process.returncode, out.decode() + err.decode()
-
-        yield client[1:], motet
-    finally:
-        if plane.returncode is None:
-            plane.kill()
-        await plane.communicate()
 
 
 def without(arguments: list[str], flag: str) -> list[str]:
@@ -66,7 +32,7 @@ async def test_api_keys_are_set_up_and_rotated_with_the_commands_of_the_document
     assert len(commands(setup)) + len(commands(block(DOCUMENT, "start-api-keys"))) <= 5 >= len(commands(rotation))
     run(setup, tmp_path)
     former = (tmp_path / "acme.key").read_text()
-    async with started("start-api-keys", tmp_path) as (client, motet):
+    async with started(DOCUMENT, "start-api-keys", tmp_path) as (client, motet):
         assert (await motet(*client))[0] == 0
         code, text = await motet(*without(client, "--api-key-file"))
         assert code == 3 and "this server needs a credential" in text and "--api-key-file FILE" in text
@@ -117,7 +83,7 @@ async def test_tokens_of_an_identity_provider_are_accepted_with_the_commands_of_
     alice.write_text(token(private_key("RS256"), "RS256", **claims))
     with served(tmp_path / "web") as url:
         words = {"https://id.example.org/jwks.json": f"{url}/jwks.json"}
-        async with started("start-jwt", tmp_path, words) as (client, motet):
+        async with started(DOCUMENT, "start-jwt", tmp_path, words) as (client, motet):
             assert (await motet(*client))[0] == 0
             alice.write_text(token(private_key("RS256"), "RS256", **{**claims, "aud": "other"}))
             code, text = await motet(*client)
@@ -127,7 +93,7 @@ async def test_tokens_of_an_identity_provider_are_accepted_with_the_commands_of_
 async def test_certificates_get_rights_with_the_commands_of_the_document(tmp_path: Path) -> None:
     run(block(DOCUMENT, "setup-tls"), tmp_path)
     (tmp_path / "identities.json").write_text(block(DOCUMENT, "identities", language="json"))
-    async with started("start-client-certificates", tmp_path) as (client, motet):
+    async with started(DOCUMENT, "start-client-certificates", tmp_path) as (client, motet):
         assert (await motet(*client))[0] == 0
         other = [word.replace("alice.", "gpu-1.") for word in client]  # of the same authority, and not listed
         code, text = await motet(*other)

@@ -89,6 +89,7 @@ class AsyncAdapters:
         owner: str = "",
         hold: bool = False,
         validate_only: bool = False,
+        signature: bytes = b"",
         timeout_s: float = 600.0,
     ) -> PushedVersion:
         """Push an adapter from memory, as a training loop does after a step: no file is written.
@@ -98,6 +99,9 @@ class AsyncAdapters:
         adapter_model.safetensors. A known name gets a new version, which becomes the active one: new requests get it
         before this returns, requests that run keep theirs. On return it is durable. With `hold` it does not become
         active: `verify` it with `activate`. With `validate_only` nothing is registered.
+
+        `signature` is the content of model.sig, for a server that demands signed adapters: sign a directory with the
+        two files, and give their bytes as `config` and `tensors`.
         """
         push = await asyncio.to_thread(
             AdapterPush,
@@ -109,6 +113,7 @@ class AsyncAdapters:
             owner=owner,
             hold=hold,
             validate_only=validate_only,
+            signature=signature,
         )
         return await self._client.upload(push, timeout_s)
 

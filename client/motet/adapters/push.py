@@ -39,8 +39,11 @@ class AdapterPush:
         owner: str = "",
         hold: bool = False,
         validate_only: bool = False,
+        signature: bytes = b"",
     ) -> None:
         """Raises InvalidArgument for what cannot be an adapter."""
+        if signature and (isinstance(config, Mapping) or not isinstance(tensors, bytes)):
+            raise invalid_field("signature", "is of bytes; give config and tensors as the bytes that were signed, too")
         self._weights = tensors if isinstance(tensors, bytes) else _safetensors(tensors)
         self._header = push_pb2.PushHeader(
             adapter_id=name.removeprefix("adapters/"),
@@ -51,6 +54,7 @@ class AdapterPush:
             owner=owner,
             hold=hold,
             validate_only=validate_only,
+            signature=signature,
         )
 
     def resumption(self) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PushHeader(_message.Message):
-    __slots__ = ("adapter_id", "config", "weights_bytes", "visibility", "shared_with", "owner", "validate_only", "hold")
+    __slots__ = ("adapter_id", "config", "weights_bytes", "visibility", "shared_with", "owner", "validate_only", "hold", "signature")
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class PushHeader(_message.Message):
     OWNER_FIELD_NUMBER: _ClassVar[int]
     VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     adapter_id: str
     config: bytes
     weights_bytes: int
@@ -28,7 +29,8 @@ class PushHeader(_message.Message):
     owner: str
     validate_only: bool
     hold: bool
-    def __init__(self, adapter_id: _Optional[str] = ..., config: _Optional[bytes] = ..., weights_bytes: _Optional[int] = ..., visibility: _Optional[_Union[_adapters_pb2.AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., validate_only: bool = ..., hold: bool = ...) -> None: ...
+    signature: bytes
+    def __init__(self, adapter_id: _Optional[str] = ..., config: _Optional[bytes] = ..., weights_bytes: _Optional[int] = ..., visibility: _Optional[_Union[_adapters_pb2.AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., validate_only: bool = ..., hold: bool = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class PushChunk(_message.Message):
     __slots__ = ("data",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +27,8 @@ from control_plane.checks import Violations, check_adapter_id, refuse
 from control_plane.errors import Exhausted
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE
 from control_plane.registry.versions.rollout import VersionRollout
+from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES
+from control_plane.signatures.verifier import SIGNATURE_FILE
 
 SERVICE_NAME = push_pb2.DESCRIPTOR.services_by_name["PushService"].full_name
 MAX_CONFIG_BYTES = 2**20
@@ -76,11 +78,12 @@ class PushService(push_pb2_grpc.PushServiceServicer):
                 validate_only=header.validate_only,
             )
             self._pushes.check_registrable(registration)  # before the bytes are received
-            config, weights = accepted.directory / CONFIG_FILE, accepted.directory / WEIGHTS_FILE
-            await asyncio.gather(asyncio.to_thread(config.write_bytes, header.config), receive(accepted, weights))
+            names = (CONFIG_FILE, WEIGHTS_FILE, *((SIGNATURE_FILE,) if header.signature else ()))
+            files = {name: accepted.directory / name for name in names}
+            await asyncio.gather(asyncio.to_thread(_write_head, header, files), receive(accepted, files[WEIGHTS_FILE]))
             receive_s = self._clock() - begun_s
             await check_whole(context)
-            pushed = await self._pushes.push(registration, {CONFIG_FILE: config, WEIGHTS_FILE: weights})
+            pushed = await self._pushes.push(registration, files)
             change.digest = pushed.registered.digest
             return response_to(pushed, receive_s)
 
@@ -92,6 +95,16 @@ class PushService(push_pb2_grpc.PushServiceServicer):
                 "header.config",
                 f"has {len(header.config)} bytes; send the content of {CONFIG_FILE}, at most {MAX_CONFIG_BYTES} bytes",
             )
+        if len(header.signature) > MAX_SIGNATURE_BYTES:
+            violations.add(
+                "header.signature", f"has {len(header.signature)} bytes; at most {MAX_SIGNATURE_BYTES} are read"
+            )
+        elif len(header.config) <= MAX_CONFIG_BYTES < len(header.config) + len(header.signature):
+            violations.add(
+                "header.signature",
+                f"has {len(header.signature)} bytes and config {len(header.config)}; send at most {MAX_CONFIG_BYTES} "
+                "in all",
+            )
         if not 1 <= header.weights_bytes <= self._max_adapter_bytes:
             violations.add(
                 "header.weights_bytes",
@@ -100,7 +113,14 @@ class PushService(push_pb2_grpc.PushServiceServicer):
             )
         check_ownership(header, "header.", violations)
         violations.raise_if_any()
-        return len(header.config) + header.weights_bytes
+        return len(header.config) + len(header.signature) + header.weights_bytes
+
+
+def _write_head(header: push_pb2.PushHeader, files: Mapping[str, Path]) -> None:
+    """The files whose content the header has."""
+    files[CONFIG_FILE].write_bytes(header.config)
+    if SIGNATURE_FILE in files:
+        files[SIGNATURE_FILE].write_bytes(header.signature)
 
 
 async def receive(accepted: Accepted, path: Path) -> None:

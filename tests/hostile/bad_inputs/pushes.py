@@ -48,10 +48,13 @@ def cases(facts: Facts) -> Iterator[Case]:
         ("weights_bytes", [0, MAX_ADAPTER_BYTES + 1, 2**63, U64]),
         ("owner", names.BAD_OWNERS),
         ("visibility", [4, -1]),
+        ("signature", [b"x" * (256 * 1024 + 1)]),
     ]
     for field, values in bad:
         for value in values:
             yield case(f"{field} = {short(value)}", push(files, **{field: value}), fields=(f"header.{field}",))
+    messages = push(files, config=b"x" * 2**20, signature=b"x")
+    yield case("config and signature of more than a MiB", messages, fields=("header.signature",))
     for tenants, index in names.BAD_TENANT_LISTS:
         messages = push(files, shared_with=tenants)
         yield case(f"shared_with = {short(tenants)}", messages, fields=(f"header.shared_with{index}",))
