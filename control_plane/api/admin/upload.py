@@ -34,7 +34,7 @@ from control_plane.checks import (
     refuse,
 )
 from control_plane.directory_lock import PRIVATE
-from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted, UploadTakenOver
+from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted, MotetError, UploadTakenOver
 from control_plane.registry.adapter_files import ALL_NAMES, COMPANION_LIMITS, PEFT, TRTLLM, names_error
 from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES
 from control_plane.signatures.verifier import SIGNATURE_FILE
@@ -47,6 +47,10 @@ IDLE_TIMEOUT_S = 30.0
 # the waiting for an upload of N bytes ends after at most GRACE_S + N / LEAST_BYTES_PER_S.
 GRACE_S = 30.0
 LEAST_BYTES_PER_S = 64 * 2**10
+# What a client still sends when its upload is refused is read and dropped up to these limits before the call ends:
+# grpc.aio's clients report a write that fails in place of the refusal.
+DROP_BYTES = 64 * 2**20
+DROP_S = 1.0
 # Chunks go to the disk when so many bytes have come together: every write costs a change of threads.
 WRITE_BYTES = 256 * 2**10
 
@@ -64,6 +68,7 @@ class UploadReceiver:
         max_adapter_bytes: int,
         max_open: int = MAX_OPEN_UPLOADS,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
+        drop_s: float = DROP_S,
         clock: AwakeClock | None = None,
         free_bytes: Callable[[Path], int] = free_bytes_of,
     ) -> None:
@@ -72,6 +77,7 @@ class UploadReceiver:
         self._places = SharedLimit(max_open, "uploads", retry_after_s=2.0)
         self._space = DiskSpace(lambda: free_bytes(directory))
         self._idle_timeout_s = idle_timeout_s
+        self._drop_s = drop_s
         self._clock = clock or AwakeClock()
         self.spools = Spools(directory, clock=self._clock, max_tenant_bytes=max_adapter_bytes)
 
@@ -125,7 +131,13 @@ class UploadReceiver:
         """The messages behind the header, and the header as it came."""
         held.enter_context(self._places.place(holder))
         messages = PacedMessages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
-        held.push_async_callback(messages.close)
+
+        async def leave(kind: type[BaseException] | None, _error: BaseException | None, _trace: object) -> None:
+            if kind is not None and issubclass(kind, MotetError):
+                await messages.drop_rest(self._drop_s)
+            await messages.close()
+
+        held.push_async_exit(leave)
         first = await messages.next()
         if first is None or first.WhichOneof("part") != "header":
             raise refuse("header", "is missing; send the header as the first message of an upload")
@@ -176,6 +188,7 @@ class PacedMessages:
         self._waited_s = 0.0
         self._received_bytes = 0
         self._is_interrupted = False
+        self._is_ended = False  # by the client, or given up
         self._waiting: asyncio.Task[Any] | None = None  # for the next message
 
     def interrupt(self) -> None:
@@ -190,6 +203,7 @@ class PacedMessages:
             raise self._taken_over()
         allowed_s = GRACE_S + self._received_bytes / LEAST_BYTES_PER_S - self._waited_s
         if allowed_s <= 0:
+            self._is_ended = True
             raise self._too_slow()
         begin_s = self._clock()
         self._waiting = asyncio.current_task()
@@ -197,8 +211,10 @@ class PacedMessages:
             async with AwakeTimeout(min(allowed_s, self._idle_timeout_s), self._clock):
                 message = await anext(self._messages)
         except StopAsyncIteration:
+            self._is_ended = True
             return None
         except TimeoutError:
+            self._is_ended = True
             if allowed_s < self._idle_timeout_s:
                 raise self._too_slow() from None
             raise DeadlineExceeded(f"no chunk came for {self._idle_timeout_s:g} s; start the upload again") from None
@@ -220,6 +236,14 @@ class PacedMessages:
             f"{self._received_bytes} bytes came in {self._waited_s:.0f} s; after {GRACE_S:g} s an upload must bring "
             f"{LEAST_BYTES_PER_S} bytes per second on average; start the upload again over a faster connection"
         )
+
+    async def drop_rest(self, limit_s: float) -> None:
+        """Read on after a refusal, to the client's end, DROP_BYTES or the limit of time."""
+        dropped_bytes = 0
+        with contextlib.suppress(StopAsyncIteration, TimeoutError, MotetError):
+            async with asyncio.timeout(limit_s):
+                while not self._is_ended and dropped_bytes < DROP_BYTES:
+                    dropped_bytes += (await anext(self._messages)).ByteSize()
 
     async def close(self) -> None:
         """Take no further message."""

@@ -13,7 +13,7 @@ import pytest
 from motet.v1 import adapters_pb2
 
 from control_plane.api.admin.disk_space import SPARE_BYTES
-from control_plane.api.admin.upload import GRACE_S, LEAST_BYTES_PER_S, UploadReceiver, check_header
+from control_plane.api.admin.upload import DROP_BYTES, GRACE_S, LEAST_BYTES_PER_S, UploadReceiver, check_header
 from control_plane.awake import AwakeClock
 from control_plane.errors import DeadlineExceeded, Exhausted, InvalidRequest
 from control_plane.registry.adapter_files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY
@@ -204,3 +204,37 @@ def test_the_files_of_an_upload_are_those_of_one_format(names: tuple[str, ...], 
         return
     with pytest.raises(InvalidRequest, match=words):
         check_header(header, 1 << 20)
+
+
+async def refused(stream: AsyncIterator[adapters_pb2.UploadAdapterRequest], directory: Path, drop_s: float) -> None:
+    receiver = UploadReceiver(directory, max_adapter_bytes=1000, drop_s=drop_s)
+    with pytest.raises(InvalidRequest, match="--max-adapter-bytes"):
+        async with receiver.open(stream, PEER):
+            pytest.fail("its header is refused")
+
+
+@pytest.mark.parametrize(("num_sent", "num_read"), [(5, 5), (1000, DROP_BYTES // MIB)])
+async def test_what_a_refused_client_still_sends_is_read_up_to_a_bound(
+    tmp_path: Path, num_sent: int, num_read: int
+) -> None:
+    """A client of grpc.aio whose write fails does not see the refusal."""
+    taken = 0
+
+    async def stream() -> AsyncIterator[adapters_pb2.UploadAdapterRequest]:
+        nonlocal taken
+        yield header(num_sent * MIB)
+        data = bytes(MIB)
+        for number in range(num_sent):
+            taken += 1
+            yield chunk(1, number * MIB, data)
+
+    await refused(stream(), tmp_path, drop_s=60.0)
+    assert taken == num_read
+
+
+async def test_a_refused_client_that_sends_nothing_gets_its_refusal(tmp_path: Path) -> None:
+    async def stream() -> AsyncIterator[adapters_pb2.UploadAdapterRequest]:
+        yield header(2000)
+        await asyncio.Event().wait()
+
+    await refused(stream(), tmp_path, drop_s=0.01)
