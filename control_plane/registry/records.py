@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any
 
 from control_plane.access.tenant_names import is_tenant
@@ -138,11 +139,15 @@ class StoredRecord:
 
 # Fields of a record that its document does not have: found out, in documents of their own, or as several members.
 _NOT_STORED = frozenset({"state", "state_reason", "versions", "ownership", "rollout"})
+_VALUES_OF = attrgetter(*(f.name for f in fields(AdapterRecord)))
+_VERSIONS_AT = [f.name for f in fields(AdapterRecord)].index("versions")
 _SIGNED, _METHOD = frozenset({"signature", "verification"}), frozenset({"method"})
 _MODULES_KEY = b'"target_modules": ['
 # Lists of modules by themselves, so that versions of the same modules share one; see _module_names.
 _KNOWN_MODULES: dict[tuple[str, ...], tuple[str, ...]] = {}
 _MAX_KNOWN_MODULES = 10_000
+# One list of names as a document has it, and the names: most versions have those of the version that was read before.
+_LAST_MODULES: list[tuple[bytes, tuple[str, ...]]] = [(b"[]", ())]
 _DECODER = json.JSONDecoder()
 _GOOD_SHAPES: dict[tuple[Any, ...], tuple[str, ...]] = {}  # see _checked
 _MAX_GOOD_SHAPES = 1000
@@ -226,9 +231,15 @@ def decode_version(raw: bytes) -> AdapterVersion:
 
     The list of modules is most of it, and that of thousands of versions: it is parsed once.
     """
-    start = raw.find(_MODULES_KEY)
-    end = raw.find(b"]", start) + 1
-    modules = _modules_of(raw[start + len(_MODULES_KEY) - 1 : end]) if 0 <= start < end else None
+    start, modules = raw.find(_MODULES_KEY), None
+    begin = start + len(_MODULES_KEY) - 1
+    last, names = _LAST_MODULES[0]
+    if start >= 0 and raw.startswith(last, begin):  # a look in the cache takes the hash of the list
+        end, modules = begin + len(last), names
+    elif 0 <= start < (end := raw.find(b"]", start) + 1):
+        modules = _modules_of(raw[begin:end])
+        if modules is not None:
+            _LAST_MODULES[0] = (raw[begin:end], modules)
     if modules is None:
         document = _object(raw)
     else:
@@ -245,7 +256,9 @@ def decode_version(raw: bytes) -> AdapterVersion:
 def with_versions(stored: StoredRecord, found: Mapping[str, AdapterVersion]) -> AdapterRecord:
     """The record with those of its versions that have a document, by digest. Without its active one it is FAILED."""
     versions = tuple(found[digest] for digest in stored.digests if digest in found)
-    record = replace(stored.record, versions=versions)
+    values = list(_VALUES_OF(stored.record))  # `replace` takes four times as long
+    values[_VERSIONS_AT] = versions
+    record = AdapterRecord(*values)
     if record.active_version is not None:
         return record
     reason = "the document of its active version is missing or cannot be read; register it again"

@@ -97,17 +97,17 @@ class ArtifactStore:
         """What there is. Leftovers of writes that an earlier version broke off are removed on the way."""
         records, deleting = [], []
         with _reading("list"):
-            for entry in self._store.list("adapters"):
-                stem, dot, suffix = entry.name.rpartition(".")
+            for name in self._store.names("adapters"):
+                stem, dot, suffix = name.rpartition(".")
                 is_id = is_adapter_id(stem)
                 if is_id and dot + suffix == _RECORD_SUFFIX:
                     records.append(stem)
                 elif is_id and dot + suffix == _DELETING_SUFFIX:
                     deleting.append(stem)
-                elif entry.name.endswith(_TEMP_SUFFIX):
-                    self._store.delete(f"adapters/{entry.name}")
+                elif name.endswith(_TEMP_SUFFIX):
+                    self._store.delete(f"adapters/{name}")
                 else:
-                    logger.warning("file in the store is not a record, left alone name=%r", entry.name)
+                    logger.warning("file in the store is not a record, left alone name=%r", name)
             # A rename that broke off in a remote store left both: the deletion had not begun.
             for adapter_id in set(records) & set(deleting):
                 self._store.delete(_deleting(adapter_id))
@@ -148,11 +148,11 @@ class ArtifactStore:
 
     def _known(self, directory: str, is_known: Callable[[str], bool]) -> tuple[str, ...]:
         known = []
-        for entry in self._store.list(directory):
-            if is_known(entry.name):
-                known.append(entry.name)
+        for name in self._store.names(directory):
+            if is_known(name):
+                known.append(name)
             else:
-                logger.warning("directory in the store is not ours, left alone name=%r", f"{directory}/{entry.name}")
+                logger.warning("directory in the store is not ours, left alone name=%r", f"{directory}/{name}")
         return tuple(known)
 
     # ---- blobs ----

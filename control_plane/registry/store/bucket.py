@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def open_bucket(url: str) -> Bucket:
 
 
 class Bucket:
-    """The six methods of store.Store, without a fence: what the lease and readers of adapters use."""
+    """The seven methods of store.Store, without a fence: what the lease and readers of adapters use."""
 
     def __init__(
         self, remote: Any, prefix: str = "", *, what: str = "bucket", clock: Callable[[], float] = time.time
@@ -120,6 +120,10 @@ class Bucket:
         entries = [Entry(name) for name in names]
         entries += [_entry(dict(item)) for item in found["objects"] if item["size"]]
         return sorted(entries, key=lambda entry: entry.name)
+
+    def names(self, prefix: str) -> Sequence[str]:
+        """See Store."""
+        return [entry.name for entry in self.list(prefix)]
 
     def put_if_absent(self, key: str, content: bytes | Path) -> str:
         """See Store."""

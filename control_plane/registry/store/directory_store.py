@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO
@@ -113,6 +113,14 @@ class DirectoryStore:
         except (FileNotFoundError, NotADirectoryError):
             self._fence.check()
         return sorted(entries, key=_NAME_OF)
+
+    def names(self, prefix: str) -> Sequence[str]:
+        """See Store."""
+        try:
+            return sorted(os.listdir(f"{self.root_path}/{prefix}"))  # noqa: PTH208 - as in `get`
+        except (FileNotFoundError, NotADirectoryError):
+            self._fence.check()
+            return []
 
     def put_if_absent(self, key: str, content: bytes | Path) -> str:
         """See Store."""

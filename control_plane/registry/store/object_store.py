@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from control_plane.registry.store.bucket import Bucket
@@ -70,6 +71,10 @@ class ObjectStore:
     def list(self, prefix: str) -> list[Entry]:
         """See Store."""
         return self.bucket.list(prefix)
+
+    def names(self, prefix: str) -> Sequence[str]:
+        """See Store."""
+        return self.bucket.names(prefix)
 
     def put_if_absent(self, key: str, content: bytes | Path) -> str:
         """See Store."""

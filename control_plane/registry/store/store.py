@@ -1,4 +1,4 @@
-"""The interface of a storage: six methods over keys, two of them conditional writes.
+"""The interface of a storage: seven methods over keys, two of them conditional writes.
 
 Keys are relative paths, made from digests and checked ids only. Every call blocks; use threads. Content is visible as a
 whole or not at all, and is durable when a write returns. Two servers that write one key cannot overwrite each other
@@ -7,6 +7,7 @@ unseen: a write names the state that it replaces, and of two writes that replace
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +58,9 @@ class Store(Protocol):
 
     def list(self, prefix: str) -> list[Entry]:
         """What lies directly below a prefix, sorted by name; nothing if there is none."""
+
+    def names(self, prefix: str) -> Sequence[str]:
+        """The names of what `list` gives, sorted. A directory has them without a look at each file."""
 
     def put_if_absent(self, key: str, content: bytes | Path) -> str:
         """Write a key that has no content, and return its tag. Raises KeyExists, also if content appears meanwhile.

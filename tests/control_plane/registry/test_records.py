@@ -165,3 +165,17 @@ def test_spaces_around_a_document_do_not_matter_and_anything_else_does(around: b
     assert decode_version(around % encode_version(VERSIONS[0])) == VERSIONS[0]
     with pytest.raises(ValueError):
         decode_version(encode_version(VERSIONS[0]) + b"x")
+
+
+@pytest.mark.parametrize(
+    "modules", [(), ("a.q_proj",), ("a.q_proj", "a.v_proj"), ("a.q_proj", "b.v_proj"), ('a"], "b": [',), ("a.q_proj",)]
+)
+def test_a_version_has_its_own_modules_whichever_was_read_before(modules: tuple[str, ...]) -> None:
+    version = replace(VERSIONS[0], target_modules=modules)
+    for other in (VERSIONS[0], version, replace(version, digest="e" * 64)):
+        decoded = decode_version(encode_version(other))
+        assert decoded == other
+        with pytest.raises(ValueError):
+            decode_version(b'{"target_modules": [' + encode_version(other))
+    longer = replace(version, target_modules=(*modules, "z"))
+    assert decode_version(encode_version(longer)) == longer

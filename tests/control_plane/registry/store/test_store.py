@@ -1,4 +1,4 @@
-"""The six methods, on every kind of storage: a directory, obstore's memory, and S3 as moto serves it."""
+"""The seven methods, on every kind of storage: a directory, obstore's memory, and S3 as moto serves it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def test_a_list_has_keys_and_prefixes_directly_below(store: FencedStore) -> None
     for key in ("a/2", "a/1", "a/b/3", "a/b/c/4", "b/5"):
         store.put_if_absent(key, key.encode())
     assert [(entry.name, bool(entry.tag)) for entry in store.list("a")] == [("1", True), ("2", True), ("b", False)]
-    assert store.list("nothing") == []
+    assert list(store.names("a")) == ["1", "2", "b"]
+    assert store.list("nothing") == [] and list(store.names("nothing")) == []
     assert [entry.tag for entry in store.list("b")] == [store.get("b/5")[1]]
     delete_below(store, "a")
     delete_below(store, "a")
-    assert store.list("a") == [] and store.get("b/5")[0] == b"b/5"
+    assert store.list("a") == [] and list(store.names("a")) == [] and store.get("b/5")[0] == b"b/5"
 
 
 def test_content_is_put_only_where_none_is(store: FencedStore) -> None:
