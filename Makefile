@@ -13,6 +13,7 @@ PYTEST_ARGS ?= -n 2
 TESTS ?= tests
 MINUTES ?= 60
 ROUNDS ?= 1000
+SECONDS ?= 3600
 MODULES ?= control_plane/scheduler/memory/block_pool.py
 MUTANTS ?= 20
 SEED ?= 0
@@ -24,7 +25,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format sdk-reference adapter-fields check gpu-check soak faults kills mutate clean
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format sdk-reference adapter-fields check gpu-check soak faults kills churn mutate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -101,6 +102,9 @@ faults: setup  ## ROUNDS=1000 rounds of faults under load, by SEED=0; a table an
 
 kills: setup  ## ROUNDS=1000 kills of a registry at random moments, by SEED=0; what was acknowledged has to be there
 	OMP_NUM_THREADS=1 $(PY) -m tests.hostile.kills --rounds $(ROUNDS) --seed $(SEED)
+
+churn: setup  ## adapters of mixed kinds come, go and move for SECONDS=3600, by SEED=0; every stream is compared with PEFT
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -W ignore -m tests.hostile.churn --seconds $(SECONDS) --seed $(SEED)
 
 mutate: setup  ## small faults in MODULES="a.py b.py", MUTANTS=20 of each by SEED=0; names those that no test notices
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) .ci/mutate.py $(MODULES) --mutants $(MUTANTS) --seed $(SEED)

@@ -42,7 +42,7 @@ from control_plane.api.text.stream import TextStream
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
 from control_plane.checks import Violations, refuse
-from control_plane.errors import AdapterNotFound, MotetError, NoWorker, PermissionDenied
+from control_plane.errors import AdapterNotFound, InvalidRequest, MotetError, NoWorker, PermissionDenied
 from control_plane.fleet.fleet import Fleet
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import ResolvedAdapter
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
+_TOKEN_IDS = ("token_ids.ids[", "resume_from.ids[", "stopping.stop_token_ids[", "sampling.logit_bias[")
 
 
 def _random_request_id() -> str:
@@ -147,9 +148,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         named, text = await self._texts.of(lambda: self._named(message, key))
         vocab_size = (None if named is None else named.ref.vocab_size) or self._model.vocab_size
         set_defaults(message, text.defaults.sampling)
-        checked = check_request(
-            message, vocab_size=vocab_size, max_model_len=self._max_model_len(MAX_CONTEXT), draw_seed=self._draw_seed
-        )
+        checked = self._checked(message, named, vocab_size, key)
         eos_token_ids = text.defaults.eos_token_ids or self._model.eos_token_ids
         stop_token_ids = effective_stop_token_ids(checked, eos_token_ids, vocab_size)
         if checked.stop or checked.returns_token_bytes:
@@ -211,6 +210,20 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 job.cancel()
             raise MotetError(f"the stream of request {stream.request_id} ended without a finish reason")
 
+    def _checked(
+        self, message: generation_pb2.GenerateRequest, named: ResolvedAdapter | None, vocab_size: int, key: str
+    ) -> CheckedRequest:
+        """The request, well formed. Raises what is wrong with it."""
+        max_model_len = self._max_model_len(MAX_CONTEXT)
+        try:
+            return check_request(message, vocab_size=vocab_size, max_model_len=max_model_len, draw_seed=self._draw_seed)
+        except InvalidRequest as error:
+            if named is None and all(each.field.startswith(_TOKEN_IDS) for each in error.violations):
+                # They may be an adapter's own, and the adapter gone.
+                with contextlib.suppress(InvalidRequest):
+                    self._find(message, key)
+            raise
+
     def _resolved(self, checked: CheckedRequest, key: str) -> list[ResolvedAdapter]:
         """The versions of the adapters; none for the base model. Raises AdapterNotFound or PermissionDenied."""
         uses = checked.adapters.uses
@@ -227,21 +240,24 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
         They do for several adapters. For one that is not known the checks that follow say what is wrong.
         """
+        try:
+            return self._find(message, key)
+        except MotetError:
+            return None
+
+    def _find(self, message: generation_pb2.GenerateRequest, key: str) -> ResolvedAdapter | None:
+        """The one adapter that the request names; None where it names none, or several. Raises MotetError."""
         named, digest = message.adapter, message.adapter_digest
         if message.HasField("lora_task_id") and self._tasks is not None:
-            try:
-                return self._tasks.resolve(message.lora_task_id, digest)
-            except MotetError:
-                return None
+            return self._tasks.resolve(message.lora_task_id, digest)
         if len(message.adapters) == 1:
             named, digest = message.adapters[0].name, message.adapters[0].digest
         if not named:
             return None
-        name = version_name_of(named, digest, "adapter", Violations())
-        try:
-            return self._registry.resolve(name.adapter_id, digest, selector=name.selector, key=key)
-        except MotetError:
-            return None
+        violations = Violations()
+        name = version_name_of(named, digest, "adapter", violations)
+        violations.raise_if_any()
+        return self._registry.resolve(name.adapter_id, digest, selector=name.selector, key=key)
 
     def _resolved_anew(
         self, checked: CheckedRequest, resolved: Sequence[ResolvedAdapter], key: str | None

@@ -213,6 +213,19 @@ async def test_special_tokens_are_in_the_text_where_the_client_wants_them(api: A
         assert text_of(responses) == text, skips
 
 
+async def test_tokens_of_an_adapter_that_is_gone_are_not_at_fault(api: Api) -> None:
+    """They may be of its own vocabulary; what the client can do something about is the name."""
+    beyond = types_pb2.TokenIds(ids=[10_000])
+    gone: list[Any] = [{"adapter": "gone"}, {"adapters": [{"name": "gone", "scale": 0.5}]}]
+    for fields in gone:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, request(token_ids=beyond, **fields))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(api, request(token_ids=beyond, adapter="no name!"))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_ignore_eos_leaves_only_the_clients_stop_tokens(api: Api) -> None:
     script(api, job_event([5], FinishReason.LENGTH))
     await generate(api, stopping(ignore_eos=True, stop_token_ids=[9]))

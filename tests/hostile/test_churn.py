@@ -1,0 +1,68 @@
+"""Adapters of mixed kinds over arenas for four, changed at random beside faults; `make churn` runs it for an hour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hostile.churn.ledger import Ledger
+from tests.hostile.churn.truth import KINDS
+from tests.hostile.churn.world import World
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:`lora_bias=True` was passed",
+        "ignore:.*save_embedding_layers",
+        "ignore:.*embedding layer has been resized",
+        "ignore:.*ensure_weight_tying",
+        "ignore:Adapter '.*LoRA tensor",
+        "ignore:.*have invalid shape",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("churn"), seed=1, num_adapters=len(KINDS), num_versions=1) as world:
+        yield world
+
+
+def test_every_stream_is_its_own_adapters_while_adapters_come_go_move_and_workers_die(world: World) -> None:
+    world.run(20.0)
+    world.check_rest()
+    assert world.ledger.problems == []
+    assert world.ledger.counts["streams"] > 50 and world.ledger.counts["vectors"] > 0
+
+
+def test_the_weights_of_another_adapter_are_noticed(world: World) -> None:
+    """The wrong adapter after slot reuse: two adapters of one kind, as the clients see them, exchanged."""
+    (one,), (other,) = world.versions["churn-0"], world.versions["churn-1"]
+    world.ledger.problems.clear()
+    one.known, other.known = other.known, one.known
+    try:
+        world.check_rest()
+    finally:
+        one.known, other.known = other.known, one.known
+    assert [problem.split(" at rest")[0] for problem in world.ledger.problems] == ["churn-0", "churn-1"]
+    world.ledger.problems.clear()
+
+
+def test_the_ledger_blames_versions_that_are_not_active_and_names_that_are_missed() -> None:
+    ledger = Ledger(["a"])
+    with ledger.change("a") as entry:
+        entry.digests |= {"old", "new"}
+        entry.active = "new"
+    view = ledger.look("a")
+    ledger.check_version(view, "new")
+    assert ledger.problems == []
+    ledger.check_version(view, "old")
+    ledger.check_version(view, "unknown")
+    ledger.check_missing(view)
+    ledger.check_tokens("a", [1, 2], (1, 3))
+    assert len(ledger.problems) == 4
+    with ledger.change("a"):
+        ledger.check_version(view, "old")  # the change may have happened already
+    ledger.check_version(view, "old")
+    assert len(ledger.problems) == 4
