@@ -30,11 +30,15 @@ async def test_the_model_says_what_it_is_and_makes_the_tokens_that_generate_make
 ) -> None:
     model = checkpoint(tmp_path / "model")
     (model / "chat_template.jinja").write_text(template("0"))
+    ours: dict[str, Any] = {"fields": {"content": {"close": "ß"}}}
+    theirs: dict[str, Any] = {"fields": {"content": {}}}
+    (model / "tokenizer_config.json").write_text(json.dumps({"response_template": ours}))
     recommended = {"temperature": 0.5, "top_p": 0.9, "eos_token_id": 2}
     (model / "generation_config.json").write_text(json.dumps(recommended))
     own = {
         "chat_template.jinja": template("A").encode(),
         "tokenizer.json": tokenizer_with_tool(),
+        "tokenizer_config.json": json.dumps({"response_template": theirs}).encode(),
         "generation_config.json": json.dumps({"temperature": 0.25, "max_new_tokens": 3, "eos_token_id": 5}).encode(),
     }
     async with (
@@ -52,6 +56,8 @@ async def test_the_model_says_what_it_is_and_makes_the_tokens_that_generate_make
         assert adapter.sampling["temperature"] == adapter.recommended_sampling["temperature"] == 0.25
         assert (adapter.max_tokens, adapter.eos_token_ids) == (3, (5,))
         assert adapter.fingerprint == base.fingerprint and adapter.vocab_size >= base.vocab_size
+
+        assert json.loads(base.response_template) == ours and json.loads(adapter.response_template) == theirs
 
         found = await client.model.tokenize(TEXT, return_tokens=True)
         assert list(found.token_ids) == BASE.encode(TEXT).ids and found.model_fingerprint == base.fingerprint

@@ -50,6 +50,7 @@ class ModelFacts:
     max_tokens: int  # most tokens that are generated where a request says nothing
     recommended_sampling: Mapping[str, float]  # what the checkpoint's or the adapter's generation_config.json says
     labels: tuple[str, ...]  # of the adapter's score head, for classify(); empty without one
+    response_template: str = ""  # how completions hold reasoning and tool calls, JSON text; empty if nothing says it
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ def _facts_from(response: model_pb2.GetModelResponse) -> ModelFacts:
         response.max_tokens,
         _numbers(response.recommended_sampling),
         tuple(response.labels),
+        response.response_template,
     )
 
 

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from motet.v1 import types_pb2 as motet_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14motet/v1/model.proto\x12\x08motet.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x14motet/v1/types.proto\":\n\x0fGetModelRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\"\x99\x03\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12.\n\x0especial_tokens\x18\t \x03(\x0b\x32\x16.motet.v1.SpecialToken\x12\x15\n\rhas_tokenizer\x18\n \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x12*\n\x08sampling\x18\x0c \x01(\x0b\x32\x18.motet.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\r \x01(\r\x12\x36\n\x14recommended_sampling\x18\x0e \x01(\x0b\x32\x18.motet.v1.SamplingParams\x12\x0e\n\x06labels\x18\x0f \x03(\t\")\n\x0cSpecialToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\"\xca\x01\n\x0fTokenizeRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.motet.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\rreturn_tokens\x18\x06 \x01(\x08\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"\xc1\x01\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12/\n\x0brender_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x80\x01\n\x11\x44\x65tokenizeRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\x12%\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.motet.v1.TokenIds\x12\x1b\n\x13skip_special_tokens\x18\x04 \x01(\x08\"f\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t2\xdd\x01\n\x0cModelService\x12\x41\n\x08GetModel\x12\x19.motet.v1.GetModelRequest\x1a\x1a.motet.v1.GetModelResponse\x12\x41\n\x08Tokenize\x12\x19.motet.v1.TokenizeRequest\x1a\x1a.motet.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.motet.v1.DetokenizeRequest\x1a\x1c.motet.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14motet/v1/model.proto\x12\x08motet.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x14motet/v1/types.proto\":\n\x0fGetModelRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\"\xb4\x03\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12.\n\x0especial_tokens\x18\t \x03(\x0b\x32\x16.motet.v1.SpecialToken\x12\x15\n\rhas_tokenizer\x18\n \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x12*\n\x08sampling\x18\x0c \x01(\x0b\x32\x18.motet.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\r \x01(\r\x12\x36\n\x14recommended_sampling\x18\x0e \x01(\x0b\x32\x18.motet.v1.SamplingParams\x12\x0e\n\x06labels\x18\x0f \x03(\t\x12\x19\n\x11response_template\x18\x10 \x01(\t\")\n\x0cSpecialToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\"\xca\x01\n\x0fTokenizeRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.motet.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\rreturn_tokens\x18\x06 \x01(\x08\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"\xc1\x01\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12/\n\x0brender_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x80\x01\n\x11\x44\x65tokenizeRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\x12%\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.motet.v1.TokenIds\x12\x1b\n\x13skip_special_tokens\x18\x04 \x01(\x08\"f\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t2\xdd\x01\n\x0cModelService\x12\x41\n\x08GetModel\x12\x19.motet.v1.GetModelRequest\x1a\x1a.motet.v1.GetModelResponse\x12\x41\n\x08Tokenize\x12\x19.motet.v1.TokenizeRequest\x1a\x1a.motet.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.motet.v1.DetokenizeRequest\x1a\x1c.motet.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,17 +36,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELREQUEST']._serialized_start=89
   _globals['_GETMODELREQUEST']._serialized_end=147
   _globals['_GETMODELRESPONSE']._serialized_start=150
-  _globals['_GETMODELRESPONSE']._serialized_end=559
-  _globals['_SPECIALTOKEN']._serialized_start=561
-  _globals['_SPECIALTOKEN']._serialized_end=602
-  _globals['_TOKENIZEREQUEST']._serialized_start=605
-  _globals['_TOKENIZEREQUEST']._serialized_end=807
-  _globals['_TOKENIZERESPONSE']._serialized_start=810
-  _globals['_TOKENIZERESPONSE']._serialized_end=1003
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1006
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1134
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1136
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1238
-  _globals['_MODELSERVICE']._serialized_start=1241
-  _globals['_MODELSERVICE']._serialized_end=1462
+  _globals['_GETMODELRESPONSE']._serialized_end=586
+  _globals['_SPECIALTOKEN']._serialized_start=588
+  _globals['_SPECIALTOKEN']._serialized_end=629
+  _globals['_TOKENIZEREQUEST']._serialized_start=632
+  _globals['_TOKENIZEREQUEST']._serialized_end=834
+  _globals['_TOKENIZERESPONSE']._serialized_start=837
+  _globals['_TOKENIZERESPONSE']._serialized_end=1030
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1033
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1161
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1163
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1265
+  _globals['_MODELSERVICE']._serialized_start=1268
+  _globals['_MODELSERVICE']._serialized_end=1489
 # @@protoc_insertion_point(module_scope)

@@ -19,7 +19,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "fingerprint", "dtype", "adapter", "adapter_digest", "vocab_size", "max_model_len", "eos_token_ids", "special_tokens", "has_tokenizer", "has_chat_template", "sampling", "max_tokens", "recommended_sampling", "labels")
+    __slots__ = ("name", "fingerprint", "dtype", "adapter", "adapter_digest", "vocab_size", "max_model_len", "eos_token_ids", "special_tokens", "has_tokenizer", "has_chat_template", "sampling", "max_tokens", "recommended_sampling", "labels", "response_template")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class GetModelResponse(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECOMMENDED_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     dtype: str
@@ -50,7 +51,8 @@ class GetModelResponse(_message.Message):
     max_tokens: int
     recommended_sampling: _types_pb2.SamplingParams
     labels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., special_tokens: _Optional[_Iterable[_Union[SpecialToken, _Mapping]]] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., recommended_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
+    response_template: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., special_tokens: _Optional[_Iterable[_Union[SpecialToken, _Mapping]]] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., recommended_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., response_template: _Optional[str] = ...) -> None: ...
 
 class SpecialToken(_message.Message):
     __slots__ = ("id", "token")

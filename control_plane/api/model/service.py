@@ -23,6 +23,7 @@ from control_plane.caller import current_caller
 from control_plane.checks import Violations, check_digest, refuse
 from control_plane.errors import MotetError
 from control_plane.fleet.fleet import Fleet
+from control_plane.registry.companions.chat_files import ChatFilesError, read_chat_files
 from control_plane.registry.companions.documents import NO_DEFAULTS, GenerationDefaults
 from control_plane.registry.companions.generation_config import read_defaults
 from control_plane.registry.model.base_model import BaseModel
@@ -67,9 +68,10 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         fleet: Fleet,
         gate: DrainGate,
         recommended: GenerationDefaults = NO_DEFAULTS,
+        response_template: Mapping[str, Any] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`recommended`: what the checkpoint's generation_config.json says."""
+        """`recommended`, `response_template`: the checkpoint's generation_config.json, and tokenizer_config.json's."""
         self._base_model = base_model
         self._served = served
         self._texts = texts
@@ -77,6 +79,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         self._fleet = fleet
         self._gate = gate
         self._recommended = recommended
+        self._response_template = response_template
         self._wall_clock = wall_clock
 
     async def GetModel(  # noqa: N802 - the stub's name
@@ -87,6 +90,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         base, codec, defaults = self._base_model, named.text.codec, named.text.defaults
         recommended = defaults if defaults is not NO_DEFAULTS else self._recommended
         vocab_size = self._vocab_size(named)
+        response_template = named.text.response_template or self._response_template
         return model_pb2.GetModelResponse(
             name=base.name,
             fingerprint=base.fingerprint,
@@ -104,6 +108,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             max_tokens=defaults.max_tokens or DEFAULT_MAX_TOKENS,
             recommended_sampling=_message(recommended.sampling),
             labels=() if named.resolved is None else named.resolved.version.labels,
+            response_template=json.dumps(response_template, ensure_ascii=False) if response_template else "",
         )
 
     async def Tokenize(  # noqa: N802 - the stub's name
@@ -206,6 +211,7 @@ def part(
         fleet=fleet,
         gate=gate,
         recommended=read_recommended(model_dir, base_model.vocab_size),
+        response_template=read_response_template(model_dir),
     )
     return model_pb2_grpc.add_ModelServiceServicer_to_server, service
 
@@ -221,6 +227,15 @@ def read_recommended(model_dir: Path, vocab_size: int) -> GenerationDefaults:
     except (OSError, ValueError, MotetError) as error:
         logger.warning("the checkpoint recommends nothing that can be served file=%s error=%s", file.name, error)
         return NO_DEFAULTS
+
+
+def read_response_template(model_dir: Path) -> Mapping[str, Any] | None:
+    """The checkpoint's response template; None where it has none that can be read."""
+    try:
+        return read_chat_files(model_dir).response_template
+    except ChatFilesError as error:
+        logger.warning("the checkpoint's response template cannot be served error=%s", error)
+        return None
 
 
 def _sampling_in_effect(defaults: GenerationDefaults, vocab_size: int) -> types_pb2.SamplingParams:

@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from control_plane.api.text.chat_renderer import ChatRenderer, RenderLimitExceeded, RenderLimits, RenderRefused
 from control_plane.api.text.codec import TextCodec
@@ -46,6 +47,7 @@ class AdapterText:
 
     codec: TextCodec
     defaults: GenerationDefaults = NO_DEFAULTS
+    response_template: Mapping[str, Any] | None = None  # None: the base checkpoint's
 
 
 class AdapterTexts:
@@ -112,12 +114,13 @@ class AdapterTexts:
     async def _load(self, digest: str) -> AdapterText:
         documents = await self._read(digest)
         base = self._base.codec
-        tokenizer = chat = None
+        tokenizer = chat = response_template = None
         if TOKENIZER in documents and base.tokenizer_file is not None:
             content = await asyncio.to_thread(base.tokenizer_file.read_bytes)
             tokenizer = await asyncio.to_thread(extended, content, documents[TOKENIZER])
         if CHAT in documents:
             own = decode_chat(documents[CHAT])
+            response_template = own.response_template
             chat = ChatRenderer(own.template, own.special_tokens, max_processes=1)
             self._renderers.add(chat)
         codec = base.with_own(tokenizer, chat)
@@ -125,7 +128,7 @@ class AdapterTexts:
             weakref.finalize(codec, _call, asyncio.get_running_loop(), self._close, chat).atexit = False
         logger.info("text of an adapter loaded digest=%s documents=%s", digest, sorted(documents))
         defaults = decode_defaults(documents[GENERATION]) if GENERATION in documents else NO_DEFAULTS
-        return AdapterText(codec, defaults)
+        return AdapterText(codec, defaults, response_template)
 
     def _close(self, renderer: ChatRenderer) -> None:
         if renderer in self._renderers:

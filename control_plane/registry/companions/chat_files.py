@@ -14,6 +14,7 @@ from typing import Any
 _CONFIG = "tokenizer_config.json"
 _TOKENS = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
+MAX_RESPONSE_TEMPLATE_BYTES = 1 << 16
 
 
 class ChatFilesError(ValueError):
@@ -27,6 +28,7 @@ class ChatFiles:
     template: str | None
     special_tokens: Mapping[str, str]  # bos_token and the like -> its text
     reason: str = ""  # why there is no template, for clients
+    response_template: Mapping[str, Any] | None = None  # how the text of a completion is read
 
 
 def read_chat_files(model_dir: Path) -> ChatFiles:
@@ -34,18 +36,19 @@ def read_chat_files(model_dir: Path) -> ChatFiles:
     config = _read_object(model_dir / _CONFIG)
     tokens = special_tokens({**_read_object(model_dir / _TOKENS), **config})
     file = model_dir / _TEMPLATE
-    if file.is_file():
-        return ChatFiles(_read_text(file), tokens)
     try:
+        response = response_template(config)
+        if file.is_file():
+            return ChatFiles(_read_text(file), tokens, response_template=response)
         templates = named_templates(config.get("chat_template"))
     except ValueError as error:
         raise ChatFilesError(f"{model_dir / _CONFIG}: {error}") from error
     if "default" in templates:
-        return ChatFiles(templates["default"], tokens)
+        return ChatFiles(templates["default"], tokens, response_template=response)
     reason = "the checkpoint has no chat template"
     if templates:
         reason = "the checkpoint has several chat templates, and none of them is named default"
-    return ChatFiles(None, tokens, reason)
+    return ChatFiles(None, tokens, reason, response)
 
 
 def named_templates(value: object) -> dict[str, str]:
@@ -68,6 +71,19 @@ def named_templates(value: object) -> dict[str, str]:
                 )
         templates[entry["name"]] = entry["template"]
     return templates
+
+
+def response_template(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How the text of a completion is read, as tokenizer_config.json says; None if it says nothing. Raises ValueError.
+
+    Its meaning is its reader's: servers hand it on as it is.
+    """
+    value = config.get("response_template")
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"response_template is of type {type(value).__name__}; it must be an object")
+    if value and (size := len(json.dumps(value, ensure_ascii=False).encode())) > MAX_RESPONSE_TEMPLATE_BYTES:
+        raise ValueError(f"response_template has {size} bytes as JSON; at most {MAX_RESPONSE_TEMPLATE_BYTES}")
+    return value or None
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

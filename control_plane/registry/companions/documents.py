@@ -36,6 +36,7 @@ class ChatTemplateDocument:
 
     template: str
     special_tokens: Mapping[str, str]
+    response_template: Mapping[str, Any] | None = None  # None: the base checkpoint's
 
 
 def encode(document: Mapping[str, Any]) -> bytes:

@@ -20,7 +20,13 @@ from control_plane.registry.adapter_files import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
 )
-from control_plane.registry.companions.chat_files import named_templates, read_chat_files, special_tokens
+from control_plane.registry.companions.chat_files import (
+    ChatFiles,
+    named_templates,
+    read_chat_files,
+    response_template,
+    special_tokens,
+)
 from control_plane.registry.companions.documents import CHAT, GENERATION, TOKENIZER, encode, encode_defaults
 from control_plane.registry.companions.generation_config import read_defaults
 from control_plane.registry.companions.tokenizer import TokenizerFiles, tokenizer_document
@@ -63,7 +69,7 @@ def read_companions(files: Mapping[str, Path], base_model: BaseModel, num_tokens
 def _chat_document(
     given: Mapping[str, Path], objects: Mapping[str, dict[str, Any]], base_model: BaseModel
 ) -> bytes | None:
-    """The template with the special tokens that it names; None if both are the base checkpoint's."""
+    """Chat template, special tokens that it names, own response template; None if all are the base checkpoint's."""
     base = read_chat_files(base_model.model_dir)
     config = objects.get(TOKENIZER_CONFIG, {})
     tokens = {**base.special_tokens, **special_tokens({**objects.get(SPECIAL_TOKENS_FILE, {}), **config})}
@@ -83,10 +89,21 @@ def _chat_document(
         template = templates["default"]
     if template is None:
         return None
+    own_response = _own_response_template(config, base)
     named = {key: text for key, text in tokens.items() if key in template}
-    if template == base.template and named == {key: text for key, text in base.special_tokens.items() if key in named}:
+    is_base = template == base.template and not own_response
+    if is_base and named == {key: text for key, text in base.special_tokens.items() if key in named}:
         return None
-    return encode({"template": template, "special_tokens": named})
+    return encode({"template": template, "special_tokens": named, **own_response})
+
+
+def _own_response_template(config: Mapping[str, Any], base: ChatFiles) -> dict[str, Any]:
+    """The template as a document has it; nothing if the adapter has none, or the base checkpoint's."""
+    try:
+        template = response_template(config)
+    except ValueError as error:
+        raise refuse(TOKENIZER_CONFIG, str(error)) from error
+    return {} if template in (None, base.response_template) else {"response_template": template}
 
 
 def _defaults_of_base(base_model: BaseModel) -> object:

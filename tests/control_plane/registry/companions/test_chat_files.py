@@ -53,6 +53,8 @@ def test_special_tokens_are_read_in_either_form(tmp_path: Path) -> None:
         ({"chat_template": [{"name": ["x"], "template": "x"}]}, r'chat_template\[0\] has no string "name"'),
         ({"chat_template": {"default": 3}}, r'chat_template\[0\] has no string "template"'),
         ({"chat_template": 7}, "chat_template is of type int; it must be a string or a list"),
+        ({"response_template": "x"}, "response_template is of type str; it must be an object"),
+        ({"response_template": {"x": "y" * 65536}}, "response_template has 65545 bytes as JSON; at most 65536"),
         ([1], "tokenizer_config.json: holds a value of type list; it must hold a JSON object"),
         ("{", "tokenizer_config.json: not valid JSON: .*take the file from the checkpoint's source again"),
         ("[" * 100_000, "tokenizer_config.json: not valid JSON"),

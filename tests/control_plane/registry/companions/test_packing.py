@@ -99,6 +99,18 @@ def test_a_template_of_its_own_makes_another_version_that_workers_read(rig: Rig)
     assert len(manifest.chunks) == len(second.chunks) - 1
 
 
+def test_a_response_template_of_its_own_is_kept_with_the_base_checkpoints_chat_template(rig: Rig) -> None:
+    own = {"fields": {"content": {"close": "<end>"}}}
+    packed = rig.pack({"tokenizer_config.json": {"response_template": own}})
+    kept = decode_chat(document(packed, CHAT))
+    assert (kept.template, kept.response_template) == (TEMPLATE, own)
+    config = rig.base.model_dir / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "response_template": own}))
+    assert rig.pack({"tokenizer_config.json": {"response_template": own}}).companions == ()
+    with pytest.raises(InvalidAdapter, match="response_template is of type list; it must be an object"):
+        rig.pack({"tokenizer_config.json": {"response_template": [own]}})
+
+
 def test_added_tokens_follow_the_base_checkpoints_ids(rig: Rig) -> None:
     next_id = byte_level_tokenizer().get_vocab_size()
     packed = rig.pack({"tokenizer.json": rig.with_tokens({"id": next_id, "content": "<tool>"})})
