@@ -116,7 +116,7 @@ def test_generate_takes_every_sampling_flag(server: ScriptedServer, capsys: Capt
     )
     assert (request.stopping.min_tokens, request.decoding.best_of, request.priority) == (3, 4, -5)
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert events[1]["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": []}]
+    assert events[1]["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": [], "token": ""}]
     assert motet(server, "generate", "--length-penalty", "2", "hi") == exits.REFUSED
     assert "--beams" in capsys.readouterr().err
 

@@ -95,7 +95,8 @@ def test_an_adapter_of_a_bucket_is_registered_by_the_sdk_and_by_the_cli(
     assert served.motet("adapters", "add", "by-cli", "--from", "bucket/voices/in-bucket", "--label", "a=b") == exits.OK
     printed = capsys.readouterr()
     assert printed.out.startswith("registered by-cli: version 1 (")
-    assert printed.err.splitlines()[-1].startswith("downloading ") and printed.err.count("\n") <= 10
+    lines = [line for line in printed.err.splitlines() if line.startswith("downloading ")]
+    assert 1 <= len(lines) <= 10  # the bucket's server, in this process, may log beside them
     assert served.client.adapters.get("by-cli").labels == {"a": "b"}
     for name in ("by-sdk", "by-cli"):
         assert served.tokens(name) == served.expected("in-bucket") != served.expected("on-hub")

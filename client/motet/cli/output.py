@@ -38,7 +38,7 @@ def json_line(value: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses as dicts, times as ISO 8601, ready for json."""
+    """Dataclasses as dicts, times as ISO 8601, bytes of tokens as text, ready for json."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -47,6 +47,8 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if isinstance(value, datetime):
         return value.isoformat()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")  # a token may be half a character, which no JSON string can hold
     return value
 
 

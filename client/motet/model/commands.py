@@ -54,9 +54,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
             return_tokens=arguments.json,
         )
     if arguments.json:
-        # A token may be half a character, which no JSON string can hold.
-        plain = to_plain(found) | {"tokens": [token.decode("utf-8", "replace") for token in found.tokens]}
-        print(json_line(plain))
+        print(json_line(to_plain(found)))
     elif arguments.count:
         print(len(found.token_ids))
     else:

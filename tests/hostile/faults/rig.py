@@ -194,7 +194,8 @@ class Rig:
     @contextmanager
     def redis_client(self) -> Iterator[redis.Redis]:
         """A connection to the rig's own Redis with all rights."""
-        with redis.Redis.from_url(self.redis_url) as connection:
+        # The redis of a fault may be slow on a loaded machine; the default of the library is a few seconds.
+        with redis.Redis.from_url(self.redis_url, socket_timeout=60.0) as connection:
             yield connection
 
     def whole(self) -> None:
