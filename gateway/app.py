@@ -27,9 +27,8 @@ def gateway_app(config: GatewayConfig) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         upstream, futures = Upstream(config.http), Futures(config.tinker)
-        tinker = tinker_app(
-            upstream, futures, Bodies(config.http.max_body_bytes), config.tinker, config.http.request_timeout_s
-        )
+        bodies = Bodies(config.http.max_body_bytes, upstream.check_key)
+        tinker = tinker_app(upstream, futures, bodies, config.tinker, config.http.request_timeout_s)
         joined.app = Starlette(routes=[*health_routes(upstream), Mount("/api/v1", tinker)])
         sweeping = asyncio.create_task(_sweep(futures))
         try:

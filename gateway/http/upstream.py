@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from motet import AsyncClient, MotetError, RetryPolicy, Unavailable
 
-from gateway.http.keys import current_key
+from gateway.http.keys import current_key, current_owner
 from gateway.http.settings import HttpSettings
+
+JUDGED_S = 600.0  # so long a key that Motet accepted is one whose bodies are read
+MAX_JUDGED = 4096  # keys; the oldest are judged again
 
 
 class Upstream:
     """Motet as the handlers of requests see it. Make it inside the loop, and close it."""
 
-    def __init__(self, settings: HttpSettings) -> None:
+    def __init__(self, settings: HttpSettings, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises InvalidArgument if keys would be sent in plaintext to another machine."""
+        self._clock = clock
+        self._judged: dict[str, float] = {}  # owner -> when Motet accepted its key, oldest first
         absence_s = settings.server_absence_s
         arguments: dict[str, Any] = {
             "tls_ca": settings.server_tls_ca,
@@ -32,6 +39,21 @@ class Upstream:
     def client(self) -> AsyncClient:
         """Sends the key of the request that this task handles."""
         return self._with_key if current_key() else self._without_key
+
+    async def check_key(self) -> None:
+        """Raise what Motet refuses the current key with, so that nothing is kept for a caller that it does not know.
+
+        Every call to Motet is judged there anew, whatever this found.
+        """
+        owner, now_s = current_owner(), self._clock()
+        judged_s = self._judged.get(owner)
+        if judged_s is not None and now_s - judged_s < JUDGED_S:
+            return
+        await self.client.status()
+        self._judged.pop(owner, None)
+        self._judged[owner] = now_s
+        if len(self._judged) > MAX_JUDGED:
+            del self._judged[next(iter(self._judged))]
 
     async def is_reachable(self) -> bool:
         """Whether Motet responds, be it with a refusal."""

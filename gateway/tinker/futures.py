@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -45,6 +46,8 @@ class Futures:
         self._settings = settings
         self._clock = clock
         self._samples: dict[str, _Sample] = {}  # oldest first
+        # Invariant: how many of _samples each owner has; nobody has 0.
+        self._num_by_owner: Counter[str] = Counter()
         # Invariant: the sum of size_bytes over _samples.
         self._kept_bytes = 0
 
@@ -60,8 +63,12 @@ class Futures:
             self._find(request_id, owner)
             return
         if len(self._samples) >= self._settings.max_samples:
-            raise TooManySamples
+            # Only a key with less than its equal part gets one more: no key shuts the others out.
+            num_owners = len(self._num_by_owner.keys() | {owner})
+            if self._num_by_owner.get(owner, 0) >= max(1, self._settings.max_samples // num_owners):
+                raise TooManySamples
         sample = self._samples[request_id] = _Sample(owner, self._clock())
+        self._num_by_owner[owner] += 1
         # The task inherits the context of this request, and with it the key.
         sample.task = asyncio.ensure_future(self._run(sample, work))
 
@@ -122,6 +129,7 @@ class Futures:
 
     def _drop(self, request_id: str) -> None:
         sample = self._samples.pop(request_id)
+        self._num_by_owner -= Counter((sample.owner,))
         self._kept_bytes -= sample.size_bytes
         if sample.task is not None:
             sample.task.cancel()

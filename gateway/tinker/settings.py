@@ -24,7 +24,7 @@ class TinkerSettings:
         metavar="NAME",
     )
     max_samples: int = setting(
-        "sample requests that run or whose results are kept; more are answered 429",
+        "sample requests that run or whose results are kept; above it only keys with less than an equal part start one",
         4096,
         unit="a count",
         lowest=1,

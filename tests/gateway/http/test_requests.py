@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import grpc
 import httpx
 import msgspec
 import pytest
@@ -10,9 +13,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
-from gateway.http.bodies import Bodies
+from gateway.http.bodies import NUM_LONGEST, Bodies
 from gateway.http.errors import MAX_MESSAGE_CHARS, Refusal, is_callers_mistake, refusal_from
 from gateway.http.keys import Keys, current_key, current_owner
 
@@ -99,3 +102,52 @@ def test_an_error_of_the_sdk_has_its_status_and_headers(
 
 def test_a_message_that_repeats_what_was_sent_is_cut() -> None:
     assert len(Refusal(400, "x" * 10_000).message) == MAX_MESSAGE_CHARS
+
+
+async def test_nothing_is_read_of_a_caller_that_is_refused() -> None:
+    async def refuse() -> None:
+        raise Unauthenticated("this server needs a credential", code=grpc.StatusCode.UNAUTHENTICATED)
+
+    async def receive() -> Message:
+        pytest.fail("its body is read")
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"20")]}
+    with pytest.raises(Unauthenticated):
+        await Bodies(1024, refuse).read(Request(scope, receive))
+
+
+async def test_a_slow_body_is_given_up() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    with pytest.raises(Refusal, match="0 bytes of the body came") as caught:
+        await Bodies(1024, grace_s=0.01).read(Request(scope, receive))
+    assert caught.value.status == 408
+
+
+async def test_the_bodies_that_are_read_at_once_are_bounded_together() -> None:
+    bodies, begun, goes_on = Bodies(1024), asyncio.Semaphore(0), asyncio.Event()
+
+    def request() -> Request:
+        parts = [{"type": "http.request", "body": b" " * 1000, "more_body": True}]
+
+        async def receive() -> Message:
+            if parts:
+                return parts.pop()
+            begun.release()
+            await goes_on.wait()
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+
+    reading = [asyncio.create_task(bodies.read(request())) for _ in range(NUM_LONGEST)]
+    for _ in reading:
+        await begun.acquire()
+    with pytest.raises(Refusal, match="too many long bodies") as caught:
+        await bodies.read(request())
+    assert caught.value.status == 503
+    goes_on.set()
+    assert {len(body) for body in await asyncio.gather(*reading)} == {1000}
+    assert len(await bodies.read(request())) == 1000

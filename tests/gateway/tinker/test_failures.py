@@ -135,6 +135,10 @@ def test_keys_are_judged_by_motet_and_a_server_that_is_gone_fails_the_sample(tmp
             sampler = service.create_sampling_client(model_path="tinker://legal").result(WAIT_S)
             assert len(tokens_of(sampler)) == 8
             mine, others = Wire(gateway, f"tml-{key}"), Wire(gateway, f"tml-{lesser}")
+            wrong = Wire(gateway, f"tml-{key[:-3]}abc")
+            sample = {"sampling_session_id": f"motet-{'0' * 32}:sample:1:base", "seq_id": 1, "num_samples": 1}
+            for route, body in (("asample", sample), ("retrieve_future", {"request_id": "x"}), ("telemetry", {})):
+                assert wrong.post(route, body).status_code == 401, "nothing is kept for a key that is not valid"
             request_id = mine.start_sample("tinker://legal")
             assert others.post("retrieve_future", {"request_id": request_id}).status_code == 410
             assert mine.post("retrieve_future", {"request_id": request_id}).status_code == 200
@@ -147,7 +151,7 @@ def test_keys_are_judged_by_motet_and_a_server_that_is_gone_fails_the_sample(tmp
             assert mine.post("create_session", {}).status_code == 503
             assert httpx.get(f"{gateway.url}/readyz", timeout=WAIT_S).status_code == 503
             assert httpx.get(f"{gateway.url}/healthz", timeout=WAIT_S).status_code == 200
-            for wire in (mine, others):
+            for wire in (mine, others, wrong):
                 wire.http.close()
             for one in (few, service):
                 one.close("success").result(WAIT_S)

@@ -137,3 +137,20 @@ async def test_there_are_not_more_requests_than_the_limit() -> None:
     kept.cancel("r", "me")
     kept.start("s", "me", lambda: ended(b"y"))
     assert await kept.wait("s", "me", 5.0) == b"y"
+
+
+async def test_at_the_limit_a_key_still_gets_its_equal_part_and_no_more() -> None:
+    kept, work = futures(max_samples=4), Work()
+    for number in range(4):
+        kept.start(f"mine-{number}", "me", work.giving(b"x"))
+    for number in range(2):
+        kept.start(f"yours-{number}", "you", work.giving(b"y"))
+    for owner in ("me", "you"):
+        with pytest.raises(TooManySamples):
+            kept.start("more", owner, work.giving(b"z"))
+    kept.start("third", "somebody", work.giving(b"z"))
+    kept.cancel("third", "somebody")
+    for number in range(4):
+        kept.cancel(f"mine-{number}", "me")
+    kept.start("more", "me", work.giving(b"z"))
+    await kept.close()
