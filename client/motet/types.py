@@ -305,6 +305,7 @@ class AdapterVersion:
     num_labels: int = 0  # of its score head; 0: it has none, and classify() cannot use it
     class_labels: tuple[str, ...] = ()  # those labels; filled by get() and register() only
     alora_invocation_tokens: tuple[int, ...] = ()  # it acts from their last place in a prompt on; empty: on all tokens
+    warnings: tuple[str, ...] = ()  # what its owner should know, such as another base model in its configuration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

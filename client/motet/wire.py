@@ -247,6 +247,7 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         num_labels=message.num_labels,
         class_labels=tuple(message.class_labels),
         files=tuple(message.files),
+        warnings=tuple(message.warnings),
         verification=_verification_from(message.verification) if message.HasField("verification") else None,
     )
 

@@ -98,6 +98,7 @@ def version_message(
         vocab_size=version.vocab_size,
         num_rows=version.num_rows,
         files=version.files,
+        warnings=version.warnings,
         verification=None if version.verification is None else _verification_message(version.verification),
     )
 

@@ -121,4 +121,5 @@ def version_of_packed(
         problem_type=packed.problem_type,
         source=source,
         alora_invocation_tokens=packed.alora_invocation_tokens,
+        warnings=packed.warnings,
     )

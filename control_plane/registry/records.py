@@ -67,6 +67,7 @@ class AdapterVersion:
     labels: tuple[str, ...] = ()  # of its score head, in the order of the logits; empty: it has none
     problem_type: str = ""  # what the logits mean, in transformers' words; empty: the adapter does not say
     alora_invocation_tokens: tuple[int, ...] = ()  # it acts from their last place in a prompt on; empty: on all tokens
+    warnings: tuple[str, ...] = ()  # what its owner should know; empty: nothing, or registered before they were kept
 
     @property
     def ref(self) -> AdapterRef:
@@ -194,6 +195,7 @@ def encode_version(version: AdapterVersion) -> bytes:
         "labels",
         "problem_type",
         "alora_invocation_tokens",
+        "warnings",
     ):  # likewise
         if not document[name]:
             del document[name]
@@ -308,8 +310,12 @@ def _version(document: dict[str, Any]) -> AdapterVersion:
     invocation = tuple(values.pop("alora_invocation_tokens", ()))
     if not all(type(token) is int and token >= 0 for token in invocation):
         raise ValueError("alora_invocation_tokens is not a list of token ids")
+    warnings = tuple(values.pop("warnings", ()))
+    if not all(isinstance(text, str) for text in warnings):
+        raise ValueError("warnings is not a list of texts")
     return AdapterVersion(
         **values,
+        warnings=warnings,
         parts=parts,
         files=files,
         labels=labels,

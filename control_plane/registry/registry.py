@@ -360,6 +360,8 @@ class Registry:
                     await self._blobs.delete_unnamed(packed.digest)
                     raise
                 logger.info("adapter registered adapter_id=%s digest=%s", record.adapter_id, packed.digest)
+                for warning in packed.warnings:
+                    logger.warning("adapter registered adapter_id=%s: %s", record.adapter_id, warning)
             else:
                 await self._documents.confirm(record)
             return is_repaired

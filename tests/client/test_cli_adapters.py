@@ -150,6 +150,25 @@ def test_adapters_add_needs_a_directory_or_a_source_and_not_both(
     assert server.requests == []
 
 
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_adapters_add_shows_the_warnings_of_the_version_that_it_registered(
+    server: ScriptedServer, capsys: Capture, is_staged: bool
+) -> None:
+    version = adapters_pb2.AdapterVersion(digest=DIGEST, number=3, warnings=["names another base model"])
+    server.registration = adapters_pb2.Registration(change="REGISTRATION_CHANGE_CREATED", version=version)
+    if is_staged:
+        server.registration.change = adapters_pb2.REGISTRATION_CHANGE_VERSION_STAGED
+    assert motet(server, "adapters", "add", "pirate", "--from", "hub/pirate", "--json") == 0
+    printed = capsys.readouterr()
+    assert printed.err == "motet: warning: names another base model\n"
+    registered = json.loads(printed.out)["registration"]["version"]
+    assert registered["warnings"] == ["names another base model"]
+    server.adapters["pirate"] = make_adapter("pirate")
+    server.adapters["pirate"].active_version.CopyFrom(version)
+    assert motet(server, "adapters", "get", "pirate") == 0
+    assert "warning:      names another base model\n" in capsys.readouterr().out
+
+
 def test_adapters_are_shared_by_add_and_update(server: ScriptedServer, capsys: Capture, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x")

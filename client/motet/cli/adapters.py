@@ -160,6 +160,7 @@ def _add(arguments: argparse.Namespace) -> int:
             with transfer_lines("uploading") as lines:
                 progress = lines.show if sys.stderr.isatty() else None
                 adapter = client.adapters.register(arguments.name, arguments.directory, **described, progress=progress)
+        _show_warnings(adapter)
         if arguments.verify and not arguments.check:
             return verification.finish_adding(client, adapter, rollout, arguments)
     if arguments.json:
@@ -167,6 +168,14 @@ def _add(arguments: argparse.Namespace) -> int:
     else:
         print(_registration_line(adapter, is_check=arguments.check))
     return exits.OK
+
+
+def _show_warnings(adapter: Adapter) -> None:
+    """On stderr, what the server noticed in the version that was registered."""
+    staged = adapter.registration.version if adapter.registration is not None else None
+    version = staged or adapter.active_version
+    for warning in version.warnings if version is not None else ():
+        print(f"motet: warning: {warning}", file=sys.stderr)
 
 
 def _update(arguments: argparse.Namespace) -> int:
@@ -290,6 +299,7 @@ def _get(arguments: argparse.Namespace) -> int:
             lines.append(("brings", ", ".join(version.files)))
         if version.source:
             lines.append(("source", version.source))
+        lines += [("warning", warning) for warning in version.warnings]
         if version.context_length:
             lines.append(("context", f"{version.context_length} tokens, with a rotary embedding of its own"))
         if version.alora_invocation_tokens:

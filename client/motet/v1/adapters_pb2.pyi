@@ -198,7 +198,7 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[AdapterState, str]] = ..., state_reason: _Optional[str] = ..., active_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., pinned: bool = ..., placements: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., owner: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., version_labels: _Optional[_Mapping[str, str]] = ..., canary: _Optional[_Union[AdapterCanary, _Mapping]] = ..., keep_versions: _Optional[int] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., previous_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number", "signature", "alora_invocation_tokens", "vocab_size", "num_rows", "files", "num_labels", "class_labels", "version_labels", "context_length", "source", "verification")
+    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number", "signature", "alora_invocation_tokens", "vocab_size", "num_rows", "files", "num_labels", "class_labels", "version_labels", "context_length", "source", "verification", "warnings")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MAX_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,7 @@ class AdapterVersion(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     VERIFICATION_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     digest: str
     kind: str
     max_rank: int
@@ -237,7 +238,8 @@ class AdapterVersion(_message.Message):
     context_length: int
     source: str
     verification: VersionVerification
-    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., signature: _Optional[_Union[VersionSignature, _Mapping]] = ..., alora_invocation_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., num_rows: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., num_labels: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ..., version_labels: _Optional[_Iterable[str]] = ..., context_length: _Optional[int] = ..., source: _Optional[str] = ..., verification: _Optional[_Union[VersionVerification, _Mapping]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., signature: _Optional[_Union[VersionSignature, _Mapping]] = ..., alora_invocation_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., num_rows: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., num_labels: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ..., version_labels: _Optional[_Iterable[str]] = ..., context_length: _Optional[int] = ..., source: _Optional[str] = ..., verification: _Optional[_Union[VersionVerification, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class VersionVerification(_message.Message):
     __slots__ = ("verdict", "tolerance", "largest_error", "largest_effect", "num_prompts", "num_logprobs", "verify_time", "duration_s")

@@ -51,6 +51,7 @@ class AdapterConfig:
     saved_modules: frozenset[str] = frozenset()  # names of embeddings and heads that were trained whole
     # Tokens that were trained alone, by the name of an embedding or a head; "": the embedding.
     trained_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    base_name: str = ""  # of the model that it was trained on, or its path there; compared, never followed
 
     @property
     def manifest_kind(self) -> str:
@@ -160,6 +161,7 @@ class _Reader:
             alora_invocation_tokens=self._config.get("alora_invocation_tokens"),
             saved_modules=trained_whole(self._config.get("modules_to_save")),
             trained_tokens=self._value("trainable_token_indices", _tokens, no_tokens),
+            base_name=base_name if isinstance(base_name := self._config.get("base_model_name_or_path"), str) else "",
         )
         return config if self._is_whole else None
 

@@ -117,7 +117,12 @@ FIELDS = (
     Field("id2label", Use.READ, "added by hand", "the labels of a score head, as in the classifier's config.json"),
     Field("problem_type", Use.READ, "added by hand", "what a score head's logits mean, as in that file"),
     Field("auto_mapping", Use.IGNORED, "0.4", "classes for PEFT's automatic loading; never followed"),
-    Field("base_model_name_or_path", Use.IGNORED, "0.3", "never followed; the base is known by its fingerprint"),
+    Field(
+        "base_model_name_or_path",
+        Use.IGNORED,
+        "0.3",
+        "never followed; a name that is clearly another model's gives a warning",
+    ),
     Field("corda_config", Use.IGNORED, "0.15", 'without `init_lora_weights: "corda"` PEFT ignores it'),
     Field("eva_config", Use.IGNORED, "0.14", "how EVA chose the start"),
     Field("inference_mode", Use.IGNORED, "0.3", "serving is inference"),

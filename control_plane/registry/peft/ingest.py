@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +26,7 @@ from control_plane.registry.adapter_files import CONFIG_FILE as CONFIG_FILE
 from control_plane.registry.adapter_files import PEFT, TRTLLM, AdapterFormat, format_of
 from control_plane.registry.adapter_files import WEIGHTS_FILE as WEIGHTS_FILE
 from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.model.base_names import base_warnings
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, ModuleKind, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
 from control_plane.registry.peft.chunk_writer import (
@@ -87,6 +88,7 @@ class PackedInfo:
     labels: tuple[str, ...] = ()  # of its score head; empty: it has none
     problem_type: str = ""  # what the head's logits mean, in transformers' words; empty: not said
     alora_invocation_tokens: tuple[int, ...] = ()  # it acts from them on; empty: on all tokens
+    warnings: tuple[str, ...] = ()  # what its owner should know, and what is no reason to refuse it
 
 
 def ingest(
@@ -148,7 +150,8 @@ def ingest(
         num_tokens = None if row_tensors.num_tokens == base_model.vocab_size else row_tensors.num_tokens
         replaced = ReplacedRows(tuple(row_sets), num_tokens, file, found.source)
         source, kind = FileSource(found.source), config.manifest_kind
-        return _pack(source, kind, modules, base_model, directory, check, rope, replaced, head, invocation)
+        packed = _pack(source, kind, modules, base_model, directory, check, rope, replaced, head, invocation)
+        return replace(packed, warnings=base_warnings(config.base_name, base_model.model_dir))
 
 
 def _check_file_names(files: Mapping[str, Path], written: AdapterFormat, problems: Problems) -> None:

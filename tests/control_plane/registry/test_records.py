@@ -70,6 +70,15 @@ def test_what_is_written_is_read_again() -> None:
     assert with_versions(stored, found) == RECORD
 
 
+def test_warnings_are_kept_and_documents_without_them_are_as_before() -> None:
+    warned = replace(VERSIONS[0], warnings=("one", "two"))
+    assert decode_version(encode_version(warned)) == warned
+    assert b"warnings" not in encode_version(VERSIONS[0])
+    document = json.loads(encode_version(warned)) | {"warnings": [1]}
+    with pytest.raises(ValueError, match="warnings is not a list of texts"):
+        decode_version(json.dumps(document).encode())
+
+
 def test_a_record_says_little_of_each_version() -> None:
     """A change of a name with a thousand versions of many modules writes what a digest takes."""
     modules = tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(200))
