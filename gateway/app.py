@@ -14,6 +14,7 @@ from gateway.config import GatewayConfig
 from gateway.http.bodies import Bodies
 from gateway.http.health import health_routes
 from gateway.http.upstream import Upstream
+from gateway.openai.routes import openai_app
 from gateway.tinker.futures import Futures
 from gateway.tinker.routes import tinker_app
 
@@ -27,9 +28,10 @@ def gateway_app(config: GatewayConfig) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         upstream, futures = Upstream(config.http), Futures(config.tinker)
-        bodies = Bodies(config.http.max_body_bytes, upstream.check_key)
-        tinker = tinker_app(upstream, futures, bodies, config.tinker, config.http.request_timeout_s)
-        joined.app = Starlette(routes=[*health_routes(upstream), Mount("/api/v1", tinker)])
+        bodies, timeout_s = Bodies(config.http.max_body_bytes, upstream.check_key), config.http.request_timeout_s
+        tinker = tinker_app(upstream, futures, bodies, config.tinker, timeout_s)
+        openai = openai_app(upstream, bodies, config.openai, config.tinker.base_model_names, timeout_s)
+        joined.app = Starlette(routes=[*health_routes(upstream), Mount("/api/v1", tinker), Mount("/v1", openai)])
         sweeping = asyncio.create_task(_sweep(futures))
         try:
             yield

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from contract.flags import group
 from gateway.http.settings import HttpSettings
+from gateway.openai.settings import OpenAiSettings
 from gateway.tinker.settings import TinkerSettings
 
 
@@ -14,4 +15,5 @@ class GatewayConfig:
     """Everything that an operator sets about the gateway."""
 
     http: HttpSettings = group(HttpSettings)
+    openai: OpenAiSettings = group(OpenAiSettings)
     tinker: TinkerSettings = group(TinkerSettings)

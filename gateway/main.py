@@ -22,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a gateway until SIGTERM or SIGINT; the exit status."""
-    parser = Parser(prog="motet gateway", description="Motet over HTTP: the sampling part of the Tinker protocol.")
+    parser = Parser(
+        prog="motet gateway",
+        description="Motet over HTTP: an OpenAI-compatible API, and the sampling part of the Tinker protocol.",
+    )
     add_arguments(parser, GatewayConfig)
     try:
         config: GatewayConfig = from_args(parser.parse_args(argv), GatewayConfig)

@@ -1,0 +1,1 @@
+"""The part of OpenAI's HTTP API that Motet serves: completions, chat completions and models."""

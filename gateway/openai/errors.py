@@ -1,0 +1,86 @@
+"""Refusals as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from motet import MotetError
+
+from gateway.http.errors import Refusal, refusal_from
+
+_CODES: Mapping[int, str] = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+# What a field of Motet's request is called here. Others have the last part of their path.
+_FIELDS: Mapping[str, str] = {"adapter": "model", "adapter_digest": "model", "chat": "messages", "text": "prompt"}
+_LONGEST_RETRY_S = 120.0  # clients give up on more
+_FIELD_IN_MESSAGE = re.compile(r"unknown field `([^`]{1,100})`|required field `([^`]{1,100})`|at `\$\.([a-z_]{1,100})")
+
+
+class FieldRefusal(Refusal):
+    """A refusal that names a field of the body, or has a code of its own."""
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.param = param
+        self.code = code
+
+
+def refused(param: str, what: str) -> FieldRefusal:
+    """One that names a field."""
+    return FieldRefusal(f"{param}: {what}", param=param)
+
+
+def unknown_model(model: str, hint: str = "GET /v1/models lists what there is") -> FieldRefusal:
+    """Nothing here has this name. The base model never responds in its place."""
+    return FieldRefusal(
+        f"the model {model[:200]!r} does not exist; {hint}", param="model", status=404, code="model_not_found"
+    )
+
+
+def undecodable(problem: Exception) -> FieldRefusal:
+    """A body that is not what it should be. The message names the field, never its value."""
+    found = _FIELD_IN_MESSAGE.search(str(problem))
+    param = next((name for name in found.groups() if name), None) if found else None
+    return FieldRefusal(f"the body is not valid: {problem}", param=param)
+
+
+def refusal_of(error: MotetError | Refusal) -> Refusal:
+    """An error of the SDK, with the field and the code that OpenAI's clients know."""
+    if isinstance(error, Refusal):
+        return error
+    plain = refusal_from(error)
+    param = _param_of(error)
+    code = _CODES.get(plain.status)
+    if plain.status == 404:
+        param = "model"
+    if error.reason == "CONTEXT_TOO_LONG":
+        code = "context_length_exceeded"
+    refusal = FieldRefusal(plain.message, param=param, status=plain.status, code=code)
+    refusal.headers = dict(plain.headers)
+    if plain.status == 503 and "retry-after" not in plain.headers:
+        refusal.headers = {**plain.headers, "retry-after": "1"}
+    if error.retry_after_s is not None and error.retry_after_s > _LONGEST_RETRY_S:
+        refusal.headers = {**plain.headers, "x-should-retry": "false"}
+    return refusal
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """The body of a refusal."""
+    kind = "invalid_request_error" if refusal.status < 429 else "server_error"
+    if refusal.status == 429:
+        kind = "rate_limit_error"
+    param, code = getattr(refusal, "param", None), getattr(refusal, "code", None)
+    error = {"message": refusal.message, "type": kind, "param": param, "code": code or _CODES.get(refusal.status)}
+    if refusal.status == 404 and code is None:
+        error["code"] = None
+    return {"error": error}
+
+
+def _param_of(error: MotetError) -> str | None:
+    if not error.field_violations:
+        return None
+    path = error.field_violations[0].field
+    head, _, _ = path.partition("[")
+    name = head.rpartition(".")[2]
+    return _FIELDS.get(head, name) or None

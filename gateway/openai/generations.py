@@ -1,0 +1,60 @@
+"""The generations of one request: one for each prompt, all under way at once, read as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+
+from motet import AsyncClient, Chunk, GenerateOptions
+from motet.requests import Prompt
+
+_WAITING = 64  # chunks of several prompts that wait for their reader
+
+
+async def chunks_of(
+    client: AsyncClient, prompts: Sequence[Prompt], options: GenerateOptions, timeout_s: float
+) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+    """Position of the prompt, its next chunk, and the base model's fingerprint. Raises MotetError.
+
+    Whatever ends the iteration ends the generations; close the iterator.
+    """
+    if len(prompts) == 1:
+        async with contextlib.aclosing(_one(client, 0, prompts[0], options, timeout_s)) as only:
+            async for item in only:
+                yield item
+        return
+    queue: asyncio.Queue[tuple[int, Chunk, str] | BaseException | None] = asyncio.Queue(_WAITING)
+
+    async def run(position: int, prompt: Prompt) -> None:
+        try:
+            async with contextlib.aclosing(_one(client, position, prompt, options, timeout_s)) as items:
+                async for item in items:
+                    await queue.put(item)
+            await queue.put(None)
+        except Exception as error:  # raised to the reader
+            await queue.put(error)
+
+    tasks = [asyncio.ensure_future(run(position, prompt)) for position, prompt in enumerate(prompts)]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            got = await queue.get()
+            if isinstance(got, BaseException):
+                raise got
+            if got is None:
+                num_running -= 1
+            else:
+                yield got
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _one(
+    client: AsyncClient, position: int, prompt: Prompt, options: GenerateOptions, timeout_s: float
+) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+    async with client.generate(prompt, timeout_s=timeout_s, **options) as stream:
+        async for chunk in stream:
+            yield position, chunk, "" if stream.started is None else stream.started.model_fingerprint

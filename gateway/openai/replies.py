@@ -1,0 +1,164 @@
+"""Completions and chat completions as OpenAI's clients read them, whole and as the chunks of a stream."""
+
+from __future__ import annotations
+
+import codecs
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from motet import Chunk, FinishReason, TokenLogprob, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion as it comes."""
+
+    index: int
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    has_begun: bool = False
+    offset: int = 0  # characters of the tokens so far
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="ignore")
+    )
+
+
+class Reply:
+    """What is returned for one request. `add` takes the chunks of its generations."""
+
+    def __init__(self, model: str, *, is_chat: bool, n: int, echoed: Sequence[str] = (), num_prompts: int = 1) -> None:
+        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.digest = ""
+        self.choices = [Choice(index) for index in range(n * num_prompts)]
+        self._model = model
+        self._is_chat = is_chat
+        self._n = n
+        self._echoed = echoed
+        self._created = int(time.time())
+        self._fingerprint: str | None = None
+        self._prompt_tokens: dict[int, tuple[int, int]] = {}  # by prompt: all, cached
+        self._completion_tokens = 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        headers = {"x-request-id": self.id}
+        return {**headers, "x-motet-adapter-digest": self.digest} if self.digest else headers
+
+    def add(self, position: int, chunk: Chunk, model_fingerprint: str) -> Choice:
+        """Take the next chunk of a prompt's generation; the choice that it belongs to."""
+        if self._fingerprint is None:
+            self.digest = chunk.adapter_digest
+            self._fingerprint = f"fp_{(chunk.adapter_digest or model_fingerprint)[:16]}"
+        choice = self.choices[position * self._n + chunk.index]
+        if chunk.finish_reason is not None:
+            choice.finish_reason = "length" if chunk.finish_reason is FinishReason.LENGTH else "stop"
+        if chunk.usage is not None:
+            self._prompt_tokens[position] = chunk.usage.prompt_tokens, chunk.usage.cached_tokens
+            self._completion_tokens += chunk.usage.completion_tokens
+        return choice
+
+    def whole(self) -> dict[str, Any]:
+        """The response that is not streamed."""
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        choices = []
+        for choice in self.choices:
+            text = self._echo(choice) + "".join(choice.text)
+            said = (
+                {"message": {"role": "assistant", "content": text, "refusal": None}}
+                if self._is_chat
+                else {"text": text}
+            )
+            logprobs = self._logprobs(choice, choice.logprobs) if choice.logprobs else None
+            choices.append({"index": choice.index, **said, "logprobs": logprobs, "finish_reason": choice.finish_reason})
+        return {**self._head(kind), "choices": choices, "usage": self._usage()}
+
+    def events(self, choice: Choice, chunk: Chunk, *, with_usage: bool) -> Iterator[dict[str, Any]]:
+        """The events of a stream for a chunk."""
+        usage = {"usage": None} if with_usage else {}
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+
+        def event(said: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
+            shown = {"index": choice.index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+            return {**self._head(kind), "choices": [shown], **usage}
+
+        if not choice.has_begun:
+            choice.has_begun = True
+            if self._is_chat:
+                yield event({"delta": {"role": "assistant", "content": ""}})
+            elif echo := self._echo(choice):
+                yield event({"text": echo})
+        if chunk.text or chunk.logprobs:
+            said = {"delta": {"content": chunk.text}} if self._is_chat else {"text": chunk.text}
+            yield event(said, self._logprobs(choice, chunk.logprobs) if chunk.logprobs else None)
+        if chunk.finish_reason is not None:
+            yield event({"delta": {}} if self._is_chat else {"text": ""}, None, choice.finish_reason)
+
+    def usage_event(self) -> dict[str, Any]:
+        """The last chunk of a stream with `include_usage`."""
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {**self._head(kind), "choices": [], "usage": self._usage()}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(count for count, _ in self._prompt_tokens.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompt_tokens.values())},
+        }
+
+    def _echo(self, choice: Choice) -> str:
+        return self._echoed[choice.index // self._n] if self._echoed else ""
+
+    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if self._is_chat:
+            return {"content": [_position(each) for each in logprobs], "refusal": None}
+        offsets = []
+        for each in logprobs:
+            offsets.append(choice.offset)
+            choice.offset += len(choice.decoder.decode(each.token))
+        return {
+            "tokens": [_text(each.token, each.token_id) for each in logprobs],
+            "token_logprobs": [each.logprob for each in logprobs],
+            "top_logprobs": [_by_text(each) for each in logprobs],
+            "text_offset": offsets,
+        }
+
+
+def _by_text(each: TokenLogprobs) -> dict[str, float]:
+    """The most likely tokens, and the one that was chosen."""
+    chosen = TokenLogprob(each.token_id, each.logprob, each.token)
+    return {_text(one.token, one.token_id): one.logprob for one in (*each.top, chosen)}
+
+
+def _position(each: TokenLogprobs) -> dict[str, Any]:
+    top = [{"token": _text(one.token, one.token_id), **_of(one.token, one.logprob)} for one in each.top]
+    return {"token": _text(each.token, each.token_id), **_of(each.token, each.logprob), "top_logprobs": top}
+
+
+def _of(token: bytes, logprob: float) -> dict[str, Any]:
+    return {"bytes": list(token), "logprob": logprob}
+
+
+def _text(token: bytes, token_id: int) -> str:
+    """A token as text. One that is not text is written so that two of them differ, as OpenAI and vLLM write them."""
+    if not token:
+        return f"token_id:{token_id}"
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

@@ -1,0 +1,130 @@
+"""Responses that end with their client: a stream of server-sent events, or one that waits for its body.
+
+Until the first event an error is an HTTP status; later it is an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from motet import MotetError
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from gateway.http.errors import Refusal
+from gateway.openai.errors import error_body, refusal_of
+from gateway.openai.settings import OpenAiSettings
+
+T = TypeVar("T")
+
+_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache, no-store",
+    "x-accel-buffering": "no",
+}
+
+
+class ClientGone(Exception):
+    """Nobody waits for the response any more."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client leaves. Raises ClientGone. The body has been read."""
+    return await _while_connected(request.receive, work)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """ASGI: sends `events` as they come, then `[DONE]`. `headers` is called when the response begins."""
+
+    def __init__(
+        self, events: AsyncGenerator[Any, None], headers: Callable[[], dict[str, str]], settings: OpenAiSettings
+    ) -> None:
+        self._events = events
+        self._headers = headers
+        self._settings = settings
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        wire = _Wire(send, self._headers)
+        keeping = asyncio.ensure_future(self._keep_alive(wire))
+        try:
+            await _while_connected(receive, self._write(wire))
+        except ClientGone:
+            return
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await self._events.aclose()  # it may never have been entered
+
+    async def _write(self, wire: _Wire) -> None:
+        try:
+            async for event in self._events:
+                await wire.send(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        except (Refusal, MotetError) as error:
+            if not wire.has_begun:
+                wire.has_ended = True
+                raise
+            await wire.send(b"data: " + msgspec.json.encode(error_body(refusal_of(error))) + b"\n\n")
+        await wire.end(b"data: [DONE]\n\n")
+
+    async def _keep_alive(self, wire: _Wire) -> None:
+        await asyncio.sleep(self._settings.sse_commit_after_s)
+        if not wire.has_begun:
+            await wire.send(b": waiting\n\n")
+        while True:
+            silent_s = asyncio.get_running_loop().time() - wire.last_sent_s
+            if silent_s >= self._settings.sse_keep_alive_s:
+                await wire.send(b": keep-alive\n\n")
+            else:
+                await asyncio.sleep(self._settings.sse_keep_alive_s - silent_s)
+
+
+class _Wire:
+    """One response body. Two tasks write whole events to it."""
+
+    def __init__(self, send: Send, headers: Callable[[], dict[str, str]]) -> None:
+        self.has_begun = False
+        self.has_ended = False
+        self.last_sent_s = 0.0
+        self._send = send
+        self._headers = headers
+        self._lock = asyncio.Lock()
+
+    async def send(self, data: bytes) -> None:
+        async with self._lock:
+            if self.has_ended:
+                return
+            if not self.has_begun:
+                self.has_begun = True
+                headers = [(name.encode(), value.encode()) for name, value in {**_HEADERS, **self._headers()}.items()]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            self.last_sent_s = asyncio.get_running_loop().time()
+
+    async def end(self, data: bytes) -> None:
+        await self.send(data)
+        async with self._lock:
+            self.has_ended = True
+            with contextlib.suppress(OSError):
+                await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,167 @@
+"""Routes of the OpenAI-compatible API below `/v1`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from motet import AsyncClient, GenerateOptions, MotetError
+from motet.requests import Prompt
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gateway.http.bodies import Bodies
+from gateway.http.errors import Refusal
+from gateway.http.keys import Keys
+from gateway.http.upstream import Upstream
+from gateway.openai.errors import error_body, refusal_of, refused, undecodable
+from gateway.openai.generations import chunks_of
+from gateway.openai.messages import Body, ChatBody, CompletionBody
+from gateway.openai.models import MAX_LISTED, Models, Source
+from gateway.openai.options import chat_options, completion_options, prompts_of
+from gateway.openai.replies import Reply
+from gateway.openai.responses import ClientGone, EventStream, while_connected
+from gateway.openai.settings import OpenAiSettings
+
+B = TypeVar("B", bound=Body)
+
+_CLIENT_CLOSED = 499  # nobody reads it
+
+
+def openai_app(
+    upstream: Upstream, bodies: Bodies, settings: OpenAiSettings, base_names: tuple[str, ...], timeout_s: float
+) -> ASGIApp:
+    """The API as an ASGI application, to be mounted at `/v1`. `timeout_s` bounds one generation."""
+    api = _Api(upstream, bodies, settings, Models(base_names), timeout_s)
+    app = Starlette(
+        routes=[
+            Route("/completions", api.completions, methods=["POST"]),
+            Route("/chat/completions", api.chat_completions, methods=["POST"]),
+            Route("/models", api.list_models, methods=["GET"]),
+            Route("/models/{model:path}", api.get_model, methods=["GET"]),
+        ],
+        exception_handlers={
+            Refusal: _refused,
+            MotetError: _refused,
+            HTTPException: _no_route,
+            ClientGone: _client_gone,
+        },
+    )
+    return Keys(app)
+
+
+class _Api:
+    """The handlers. Nothing is kept between requests."""
+
+    def __init__(
+        self, upstream: Upstream, bodies: Bodies, settings: OpenAiSettings, models: Models, timeout_s: float
+    ) -> None:
+        self._upstream = upstream
+        self._bodies = bodies
+        self._settings = settings
+        self._models = models
+        self._timeout_s = timeout_s
+
+    async def completions(self, request: Request) -> Any:
+        body = await self._body(request, CompletionBody)
+        options, prompts = completion_options(body), prompts_of(body, self._settings.max_prompts)
+        client = self._upstream.client
+        source = await self._models.resolve(body.model, client)
+        echoed = [await _text_of(prompt, source, client) for prompt in prompts] if body.echo else []
+        reply = Reply(body.model, is_chat=False, n=body.n or 1, echoed=echoed, num_prompts=len(prompts))
+        return await self._respond(request, body, reply, prompts, _with(options, source, reply))
+
+    async def chat_completions(self, request: Request) -> Any:
+        body = await self._body(request, ChatBody)
+        options = chat_options(body)
+        source = await self._models.resolve(body.model, self._upstream.client)
+        reply = Reply(body.model, is_chat=True, n=body.n or 1)
+        return await self._respond(request, body, reply, [body.messages], _with(options, source, reply))
+
+    async def list_models(self, request: Request) -> Response:
+        limit = request.query_params.get("limit", str(MAX_LISTED))
+        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= MAX_LISTED):
+            raise refused("limit", f"is not from 1 to {MAX_LISTED}")
+        after = request.query_params.get("after", "")
+        return JSONResponse(await self._models.listed(self._upstream.client, after=after, limit=int(limit)))
+
+    async def get_model(self, request: Request) -> Response:
+        return JSONResponse(await self._models.get(request.path_params["model"], self._upstream.client))
+
+    async def _body(self, request: Request, kind: type[B]) -> B:
+        data = await self._bodies.read(request)
+        try:
+            body = msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is a DecodeError
+            raise undecodable(error) from error
+        if body.n is not None and not 1 <= body.n <= 128:
+            raise refused("n", f"is {body.n}; give 1 to 128")
+        return body
+
+    async def _respond(
+        self, request: Request, body: Body, reply: Reply, prompts: Sequence[Prompt], options: GenerateOptions
+    ) -> Any:
+        chunks = chunks_of(self._upstream.client, prompts, options, self._timeout_s)
+        if body.stream:
+            with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            return EventStream(_events(reply, chunks, with_usage), lambda: reply.headers, self._settings)
+        await while_connected(request, _collect(reply, chunks))
+        return Response(msgspec.json.encode(reply.whole()), media_type="application/json", headers=reply.headers)
+
+
+async def _collect(reply: Reply, chunks: AsyncGenerator[Any, None]) -> None:
+    async with contextlib.aclosing(chunks):
+        async for position, chunk, fingerprint in chunks:
+            choice = reply.add(position, chunk, fingerprint)
+            choice.text.append(chunk.text)
+            choice.logprobs.extend(chunk.logprobs)
+
+
+async def _events(
+    reply: Reply, chunks: AsyncGenerator[Any, None], with_usage: bool
+) -> AsyncGenerator[dict[str, Any], None]:
+    async with contextlib.aclosing(chunks):
+        async for position, chunk, fingerprint in chunks:
+            choice = reply.add(position, chunk, fingerprint)
+            for event in reply.events(choice, chunk, with_usage=with_usage):
+                yield event
+    if with_usage:
+        yield reply.usage_event()
+
+
+def _with(options: GenerateOptions, source: Source, reply: Reply) -> GenerateOptions:
+    # The key keeps all prompts of the request on one version where the adapter has a canary.
+    options["routing_key"] = options["request_id"] = reply.id
+    if source.adapter:
+        options["adapter"] = source.adapter
+    if source.digest:
+        options["adapter_digest"] = source.digest
+    return options
+
+
+async def _text_of(prompt: str | list[int], source: Source, client: AsyncClient) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return await client.model.detokenize(prompt, adapter=source.adapter.partition("@")[0])
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, (Refusal, MotetError))
+    refusal = refusal_of(error)
+    return JSONResponse(error_body(refusal), status_code=refusal.status, headers=dict(refusal.headers))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    refusal = Refusal(error.status_code, f"{request.method} {request.url.path[:200]} is not served")
+    return JSONResponse(error_body(refusal), status_code=refusal.status)
+
+
+async def _client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED)

@@ -1,0 +1,126 @@
+"""What is refused, with which status, field and headers; and what a client that leaves leaves behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from motet import ResourceExhausted, Unavailable
+
+from gateway.http.errors import Refusal
+from gateway.openai.errors import error_body, refusal_of
+from tests.e2e.harness import wait_until
+from tests.gateway.openai.conftest import PROMPT, WAIT_S, Served
+
+MESSAGES: list[Any] = [{"role": "user", "content": "a"}]
+
+
+@pytest.fixture
+def stopped_worker(served: Served) -> Iterator[None]:
+    """Nothing is computed until the test ends."""
+    worker = served.system.workers["w0"]
+    worker.send(signal.SIGSTOP)
+    yield
+    worker.send(signal.SIGCONT)
+    wait_until(lambda: len(served.client.status().workers) == 1, "the worker is back")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_json", {}),
+        ("functions", []),
+        ("function_call", "auto"),
+        ("audio", {}),
+        ("prediction", {}),
+        ("web_search_options", {}),
+        ("chat_template", "x"),
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {}),
+        ("tool_choice", "required"),
+        ("store", True),
+        ("modalities", ["audio"]),
+        ("top_logprobs", 2),
+        ("temperature", "hot"),
+        ("temperature", 101),
+        ("max_tokens", 0),
+        ("top_p", 0),
+        ("n", 0),
+        ("logit_bias", {"x": 1}),
+        ("stream_options", {"include_usage": True}),
+        ("use_beam_search", True),
+    ],
+)
+def test_a_field_that_is_not_served_is_refused_by_name(served: Served, field: str, value: object) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        served.api.chat.completions.create(model="legal", messages=MESSAGES, extra_body={field: value})
+    assert raised.value.param == field and raised.value.type == "invalid_request_error"
+    assert field in raised.value.message
+
+
+def test_neutral_values_are_accepted(served: Served) -> None:
+    neutral = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "response_format": {"type": "text"},
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "stop": None,
+        "top_k": -1,
+    }
+    reply = served.api.chat.completions.create(model="legal", messages=MESSAGES, max_tokens=1, extra_body=neutral)
+    assert reply.choices[0].finish_reason
+
+
+def test_a_part_that_is_no_text_and_a_body_that_is_no_json_are_refused(served: Served) -> None:
+    image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    with pytest.raises(openai.BadRequestError):
+        served.api.chat.completions.create(model="legal", messages=image)
+    response = httpx.post(f"{served.gateway.url}/v1/completions", content=b"{", timeout=WAIT_S)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+    missing = httpx.get(f"{served.gateway.url}/v1/nothing", timeout=WAIT_S)
+    assert missing.status_code == 404 and missing.json()["error"]["code"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_is_a_status_before_the_stream(served: Served, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        served.api.completions.create(model="legal", prompt=[5] * 500, stream=stream)
+    assert raised.value.code == "context_length_exceeded"
+
+
+@pytest.mark.usefixtures("stopped_worker")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "Once"]])
+def test_a_client_that_leaves_frees_its_rows(served: Served, stream: bool, prompt: Any) -> None:
+    num_prompts = 1 if isinstance(prompt, str) else 2
+
+    def num_requests() -> int:
+        return served.client.status().queues.num_requests
+
+    body = json.dumps({"model": "legal", "prompt": prompt, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    host, _, port = served.gateway.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(head + body)
+        wait_until(lambda: num_requests() == num_prompts, "the requests are at the server")
+    wait_until(lambda: num_requests() == 0, "they are cancelled there")
+
+
+def test_the_time_to_wait_is_in_headers_and_a_long_one_is_not_waited_for() -> None:
+    short = refusal_of(ResourceExhausted("full", retry_after_s=1.5))
+    assert (short.status, short.headers["retry-after-ms"]) == (429, "1500")
+    assert error_body(short)["error"]["code"] == "rate_limit_exceeded"
+    long = refusal_of(ResourceExhausted("full", retry_after_s=121))
+    assert long.headers["x-should-retry"] == "false"
+    assert refusal_of(Unavailable("gone")).headers["retry-after"] == "1"
+    assert error_body(Refusal(413, "long"))["error"]["param"] is None
