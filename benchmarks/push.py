@@ -60,16 +60,20 @@ def make_tensors(num_layers: int, rank: int, seed: int) -> dict[str, Any]:
     return tensors
 
 
-def measure(client: Client, *, num_layers: int, rank: int, num_pushes: int) -> list[dict[str, float]]:
-    """One row of times in seconds for each push, the first ones left out."""
-    config = {
+def adapter_config(rank: int) -> dict[str, Any]:
+    """Of the tensors of make_tensors."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": rank,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     }
-    rows = []
+
+
+def measure(client: Client, *, num_layers: int, rank: int, num_pushes: int) -> list[dict[str, float]]:
+    """One row of times in seconds for each push, the first ones left out."""
+    config, rows = adapter_config(rank), []
     for index in range(num_pushes + 2):
         tensors = make_tensors(num_layers, rank, index)
         begun_s = time.perf_counter()

@@ -72,16 +72,7 @@ def make_base(shape_name: str, cache: Path, dtype: str | None = None) -> Path:
 def make_adapters(shape_name: str, num_adapters: int, cache: Path) -> list[Path]:
     """Directories of random PEFT adapters on all seven linears, ranks in turn, made where missing."""
     shape = SHAPES[shape_name]
-    head = shape.hidden_size // shape.num_heads
-    widths = {
-        "q_proj": (shape.hidden_size, shape.hidden_size),
-        "k_proj": (shape.hidden_size, shape.num_kv_heads * head),
-        "v_proj": (shape.hidden_size, shape.num_kv_heads * head),
-        "o_proj": (shape.hidden_size, shape.hidden_size),
-        "gate_proj": (shape.hidden_size, shape.intermediate_size),
-        "up_proj": (shape.hidden_size, shape.intermediate_size),
-        "down_proj": (shape.intermediate_size, shape.hidden_size),
-    }
+    widths = _linear_widths(shape)
     directories = []
     for index in range(num_adapters):
         out = cache / f"{shape_name}-adapters-{SEED}" / f"adapter-{index}"
@@ -135,6 +126,29 @@ def make_small_adapter(shape_name: str, cache: Path) -> Path:
         shape = replace(SHAPES[shape_name], num_layers=1)
         _write_adapter(out, shape, {"q_proj": (shape.hidden_size, shape.hidden_size)}, 1, SEED)
     return out
+
+
+def make_ranked_adapter(shape_name: str, rank: int, cache: Path) -> Path:
+    """Directory of a random PEFT adapter of this rank on all seven linears, made where it is missing."""
+    out = cache / f"{shape_name}-rank-{rank}-{SEED}"
+    if not (out / "adapter_model.safetensors").exists():
+        shape = SHAPES[shape_name]
+        _write_adapter(out, shape, _linear_widths(shape), rank, SEED)
+    return out
+
+
+def _linear_widths(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """in_features and out_features of the linears of a layer."""
+    head = shape.hidden_size // shape.num_heads
+    return {
+        "q_proj": (shape.hidden_size, shape.hidden_size),
+        "k_proj": (shape.hidden_size, shape.num_kv_heads * head),
+        "v_proj": (shape.hidden_size, shape.num_kv_heads * head),
+        "o_proj": (shape.hidden_size, shape.hidden_size),
+        "gate_proj": (shape.hidden_size, shape.intermediate_size),
+        "up_proj": (shape.hidden_size, shape.intermediate_size),
+        "down_proj": (shape.intermediate_size, shape.hidden_size),
+    }
 
 
 def _write_adapter(out: Path, shape: ModelShape, widths: dict[str, tuple[int, int]], rank: int, seed: int) -> None:
