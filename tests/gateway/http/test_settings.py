@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,11 +45,18 @@ def test_a_wrong_command_line_is_refused_in_one_line(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.startswith("motet gateway: --listen: 0.0.0.0:0 is reached by other machines")
 
 
-def test_a_port_in_use_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    import socket
-
+def test_a_port_in_use_is_said_in_one_line() -> None:
+    """In a process of its own: the command sets up the log of the whole process."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert main(["--listen", f"127.0.0.1:{taken.getsockname()[1]}", "--log-level", "error"]) == 1
-    assert "motet gateway: " in capsys.readouterr().err
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", "--listen", address, "--log-level", "error"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("motet gateway: "), done.stderr
+    assert done.stderr.count("\n") == 1
