@@ -32,6 +32,7 @@ TENANT_KEY = "motet-tenant"  # metadata
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _INT32_MAX = 2**31 - 1
+_MAX_DURATION_S = 3e9  # that a Duration and its nanoseconds hold
 _UINT_MAX = {FieldDescriptor.TYPE_UINT32: _UINT32_MAX, FieldDescriptor.TYPE_UINT64: _UINT64_MAX}
 
 
@@ -58,6 +59,8 @@ class GenerateOptions(SamplingOptions, ConversationOptions, total=False):
     token_bytes: bool  # with log-probabilities: the bytes of every token that has one
     include_stop: bool  # deliver the stop string that ended a completion, or the text of the stop token
     skip_special_tokens: bool | None  # leave special tokens out of the text; default true
+    delta_tokens: int | None  # fewer, larger chunks: of up to so many tokens of a completion, at most 128; default 1
+    delta_wait_s: float | None  # the longest time that a token waits for that, 0.001 to 10 s; default 1 s
     cache_salt: str  # requests of one tenant share cached prompts only when this is equal
     request_id: str  # label of your own for logs, at most 128 printable ASCII characters
     priority: int | None  # among the requests of your tenant, higher ones run first; from -100 to 100
@@ -98,6 +101,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         request.output.include_stop = bool(options.get("include_stop"))
     if (skips := options.get("skip_special_tokens")) is not None:
         request.output.skip_special_tokens = skips
+    _set_delta_size(request.output, options)
     _set_prompt(request, prompt, options)
     return request
 
@@ -235,6 +239,16 @@ def _set_decoding(request: generation_pb2.GenerateRequest, options: GenerateOpti
             decoding.beam_search.length_penalty = beams.length_penalty
         if beams.early_stopping is not None:
             decoding.beam_search.early_stopping = beams.early_stopping
+
+
+def _set_delta_size(output: types_pb2.OutputParams, options: GenerateOptions) -> None:
+    num_tokens, wait_s = options.get("delta_tokens"), options.get("delta_wait_s")
+    if num_tokens is not None:
+        output.delta_tokens = uint_of("output.delta_tokens", num_tokens, _UINT32_MAX)
+    if wait_s is not None:
+        if not 0 <= wait_s <= _MAX_DURATION_S:  # NaN is refused, too
+            raise invalid_field("output.delta_wait", f"is {wait_s} s; give a time from 0.001 to 10 s")
+        output.delta_wait.FromNanoseconds(round(wait_s * 1e9))
 
 
 def _priority(value: int | None) -> int | None:

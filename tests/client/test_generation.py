@@ -287,6 +287,13 @@ def test_what_a_stream_carries_is_requested_and_read(server: ScriptedServer, dri
     server.scripts.append(playing(TOKENS))
     driver.generate("a")
     assert not server.requests[1].HasField("output")
+    server.scripts.append(playing(TOKENS))
+    driver.generate("a", delta_tokens=8, delta_wait_s=0.25)
+    output = server.requests[2].output
+    assert (output.delta_tokens, output.delta_wait.ToMilliseconds()) == (8, 250)
+    for wait_s in (-1.0, float("nan"), float("inf"), 1e30):
+        with pytest.raises(InvalidArgument, match="delta_wait"):
+            driver.generate("a", delta_wait_s=wait_s)
 
 
 @pytest.mark.parametrize(

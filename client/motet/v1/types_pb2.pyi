@@ -194,14 +194,18 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class OutputParams(_message.Message):
-    __slots__ = ("token_bytes", "include_stop", "skip_special_tokens")
+    __slots__ = ("token_bytes", "include_stop", "skip_special_tokens", "delta_tokens", "delta_wait")
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_WAIT_FIELD_NUMBER: _ClassVar[int]
     token_bytes: bool
     include_stop: bool
     skip_special_tokens: bool
-    def __init__(self, token_bytes: bool = ..., include_stop: bool = ..., skip_special_tokens: bool = ...) -> None: ...
+    delta_tokens: int
+    delta_wait: _duration_pb2.Duration
+    def __init__(self, token_bytes: bool = ..., include_stop: bool = ..., skip_special_tokens: bool = ..., delta_tokens: _Optional[int] = ..., delta_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class StoppingParams(_message.Message):
     __slots__ = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "min_tokens")

@@ -14,12 +14,14 @@ import numpy as np
 from motet.v1 import generation_pb2, types_pb2
 
 from control_plane.api.generation.adapter_uses import CheckedUses, check_uses
+from control_plane.api.generation.delta_size import check_delta_size
 from control_plane.api.generation.preconditions import check_preconditions
 from control_plane.api.generation.sampling_params import Decoding, check_decoding, check_sampling
 from control_plane.api.text.conversation import Conversation, check_conversation
 from control_plane.api.text.length_bound import prompt_too_long
 from control_plane.checks import Violations, check_request_id, quoted, refuse
 from control_plane.errors import ContextTooLong, FieldViolation
+from control_plane.fleet.requests.streams import Collecting
 from control_plane.registry.versions.rollout import MAX_ROUTING_KEY_BYTES
 from control_plane.scheduler.types import Sampling
 
@@ -56,6 +58,7 @@ class CheckedRequest:
     returns_token_bytes: bool  # with log-probabilities
     includes_stop: bool  # in the text: the stop string, or the stop token's text
     skips_special_tokens: bool  # in the text
+    collecting: Collecting | None  # of tokens into larger deltas; None: every token goes out at once
     model_fingerprint: str  # the model that the request relies on; empty: any
     prompt_sha256: str  # the prompt that the request relies on; empty: any
 
@@ -103,6 +106,7 @@ def check_request(
         violations.add(
             "output.token_bytes", "is set without sampling.logprobs and sampling.prompt_logprobs; set one of them too"
         )
+    collecting = check_delta_size(request.output, violations)
     check_preconditions(request.preconditions, violations)
     violations.raise_if_any()
     return CheckedRequest(
@@ -127,6 +131,7 @@ def check_request(
         skips_special_tokens=request.output.skip_special_tokens
         if request.output.HasField("skip_special_tokens")
         else True,
+        collecting=collecting,
         model_fingerprint=request.preconditions.model_fingerprint,
         prompt_sha256=request.preconditions.prompt_sha256,
     )

@@ -195,6 +195,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 return
             self._resolved_anew(checked, resolved, key=None)
             job = record.job = self._fleet.submit(request)
+            if checked.collecting is not None:
+                job.collect(checked.collecting)
             try:
                 async for event in job:
                     if event.prompt_logprobs:

@@ -1,6 +1,7 @@
 """The stream of one request: what its reader iterates.
 
-A stream keeps tokens that are not read yet, and merges those of one index into one event. It only stores;
+A stream keeps tokens that are not read yet, and merges those of one index into one event. Where the client wants few
+large deltas, the reader waits until there are enough tokens, or until the first of them is old enough. It only stores;
 slow_readers.py decides when a reader is too slow.
 """
 
@@ -15,6 +16,8 @@ from control_plane.errors import MotetError
 from control_plane.scheduler.types import FinishReason, RequestOutput, SlotRef, TokenLogprobs, Vector
 
 MAX_UNREAD_TOKENS = 256  # per live index; above this the request is paused until its reader reads
+
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
 # Not frozen: one is made per token, and a frozen one costs three times as much to make.
@@ -33,6 +36,13 @@ class JobEvent:
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens but the first; once, with index 0
     score: float | None = None  # for beam search: what the completions are ranked by
     pooled: Vector | None = None  # with POOLED: the vector
+
+
+class Collecting(NamedTuple):
+    """How long tokens may wait for further ones, so that they are read together."""
+
+    num_tokens: int  # for so many of each live index, at most MAX_UNREAD_TOKENS
+    wait_s: float  # for so long, above 0
 
 
 class Place(NamedTuple):
@@ -76,12 +86,24 @@ class JobStream:
         self._error: MotetError | None = None
         self._has_ended = False  # nothing more will be pushed
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
+        self._collecting: Collecting | None = None
+        self._call_later: CallLater | None = None
+        self._is_due = True  # what is pending may be read
+        self._timer: asyncio.TimerHandle | None = None  # while tokens wait for further ones
+
+    def collect(self, collecting: Collecting, call_later: CallLater | None = None) -> None:
+        """Let tokens wait for further ones from the first event on. Before the first event; `call_later`: the loop's.
+
+        The first event, the last one of an index, and errors do not wait.
+        """
+        self._collecting = collecting
+        self._call_later = call_later or asyncio.get_running_loop().call_later
 
     def __aiter__(self) -> JobStream:
         return self
 
     async def __anext__(self) -> JobEvent:
-        while not (self._pending or self._has_ended):
+        while not ((self._pending and self._is_due) or self._has_ended):
             # A bare future: one is made per token and stream, an Event costs twice as much.
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -93,6 +115,8 @@ class JobStream:
         event = self._pending.pop(next(iter(self._pending)))
         event.num_cached_tokens, event.queue_time_s = self._num_cached_tokens, self._queue_time_s
         self.num_unread_tokens -= len(event.token_ids)
+        if self._collecting is not None and not self._pending:
+            self._is_due = False
         self._on_read()
         return event
 
@@ -105,7 +129,7 @@ class JobStream:
         self._pending.clear()
         self.num_unread_tokens = 0
         self._error = None
-        self._wake()
+        self._release()
 
     def cancel_index(self, index: int) -> None:
         """Cancel one completion; nothing of it follows, the others go on. Idempotent, and harmless after its end."""
@@ -121,6 +145,24 @@ class JobStream:
         else:
             self._on_cancel_index(index)
         self._live.discard(index)
+
+    def _on_tokens(self) -> None:
+        """Tokens came that end nothing: wake the reader, unless they wait for further ones."""
+        if self._collecting is None or self._is_due:
+            self._wake()
+        elif self.num_unread_tokens >= self._collecting.num_tokens * len(self._live):
+            self._release()
+        elif self._timer is None:
+            assert self._call_later is not None, "tokens wait, and nothing measures for how long"
+            self._timer = self._call_later(self._collecting.wait_s, self._release)
+
+    def _release(self) -> None:
+        """Let the reader have all that is pending."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._is_due = True
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -168,7 +210,7 @@ class JobStream:
         else:
             pending.token_ids.append(token_id)
         self.num_unread_tokens += 1
-        self._wake()
+        self._on_tokens()
         return self.is_full
 
     def push(self, output: RequestOutput, finish_reason: FinishReason | None) -> None:
@@ -183,7 +225,7 @@ class JobStream:
                 0,
                 0.0,
                 index,
-                output.logprobs,
+                None if output.logprobs is None else [*output.logprobs],  # the list itself is the scheduler's
                 output.prompt_logprobs,
                 output.score,
                 output.pooled,
@@ -192,14 +234,17 @@ class JobStream:
             pending.token_ids.extend(output.token_ids)
             pending.finish_reason = finish_reason
             if output.logprobs:
-                pending.logprobs = [*(pending.logprobs or ()), *output.logprobs]  # the first list is the scheduler's
+                pending.logprobs = pending.logprobs or []
+                pending.logprobs.extend(output.logprobs)
             pending.prompt_logprobs = pending.prompt_logprobs or output.prompt_logprobs
             pending.score = output.score
         self.num_unread_tokens += len(output.token_ids)
         if finish_reason is not None:
             self._live.discard(index)
             self._has_ended = not self._live
-        self._wake()
+            self._release()
+        else:
+            self._on_tokens()
 
     def fail(self, error: MotetError) -> None:
         """End the stream with an error, raised once the tokens before it are read."""
@@ -207,4 +252,4 @@ class JobStream:
         self._error = error
         self._has_ended = True
         self._live.clear()
-        self._wake()
+        self._release()

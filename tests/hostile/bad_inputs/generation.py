@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from motet.v1 import generation_pb2, types_pb2
 
 from tests.hostile.bad_inputs import conversations, names
@@ -71,6 +72,12 @@ TABLE: list[tuple[str, list[Any], list[Any]]] = [
     ("decoding.beam_search.width", [0, 1, 17, MAX_ROWS + 1, 2**31, U32], [2, MAX_ROWS - 1, MAX_ROWS]),
     ("output.include_stop", [], [True, False]),
     ("output.skip_special_tokens", [], [True, False]),
+    ("output.delta_tokens", [0, 129, 2**31, U32], [1, 2, 128]),
+    (
+        "output.delta_wait",
+        [Duration(), Duration(nanos=999_999), Duration(seconds=10, nanos=1), Duration(seconds=-1), Duration(nanos=-1)],
+        [Duration(nanos=10**6), Duration(seconds=10)],
+    ),
     ("priority", [-101, 101, 2**31 - 1, -(2**31)], [-100, -1, 0, 100]),
     ("request_id", names.BAD_REQUEST_IDS, ["", *names.GOOD_REQUEST_IDS]),
     ("routing_key", ["s" * 129, "€" * 43, "s" * 100_000], ["", "s" * 128, "\0", "€" * 42, "\U0001f642\u202e"]),
@@ -113,6 +120,8 @@ ELEMENTS: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling.prompt_logprobs": 0, "sampling.logprobs_mode": 2}, "sampling.prompt_logprobs", "raw"),
     ({"resume_from.ids": [9, 9, 9]}, "resume_from.ids", "at most"),
     ({"output.token_bytes": True}, "output.token_bytes", "sampling.logprobs"),
+    ({"output.delta_tokens": 1, "output.delta_wait": Duration(seconds=1)}, "output.delta_wait", "never waits"),
+    ({"output.delta_wait": Duration(seconds=1, nanos=10**9)}, "output.delta_wait", "0.001"),
     ({"adapter_digest": names.UNKNOWN_DIGEST}, "adapter_digest", "adapter"),
     ({"adapters": [Use(name="a")], "adapter": "b"}, "adapters", "together with adapter"),
     ({"adapters": [Use(name="a")], "combination": 2}, "combination", "one adapter"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from control_plane.errors import NotFinite
-from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS, JobEvent, JobStream
+from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS, Collecting, JobEvent, JobStream
 from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
 
 LENGTH = FinishReason.LENGTH
@@ -126,3 +129,146 @@ def test_a_completion_cancelled_before_the_request_goes_on_is_not_run_again() ->
     assert [completion.is_ended for completion in ended.completions] == [False, True, False]
     moved = Request(RequestId(1), (1, 2), 8, num_samples=2, completions=(Completion((5,)), Completion((6,))))
     assert moved.without_index(0).completions == (Completion((5,), is_ended=True), Completion((6,)))
+
+
+class Timers:
+    """The loop's timers, as far as a stream sets them."""
+
+    def __init__(self) -> None:
+        self.running: list[Timer] = []
+        self.delays: list[float] = []
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Any:
+        self.delays.append(delay_s)
+        timer = Timer(self, call)
+        self.running.append(timer)
+        return timer
+
+    def fire(self) -> None:
+        (timer,) = self.running
+        timer.call()
+
+
+@dataclass(eq=False)
+class Timer:
+    timers: Timers
+    call: Callable[[], None]
+
+    def cancel(self) -> None:
+        self.timers.running.remove(self)
+
+
+def collecting(num_tokens: int = 4, num_indices: int = 1) -> tuple[Rig, Timers]:
+    rig, timers = Rig(num_indices), Timers()
+    rig.stream.collect(Collecting(num_tokens, 0.25), timers.call_later)
+    return rig, timers
+
+
+async def parked(rig: Rig) -> asyncio.Task[JobEvent]:
+    """A reader that waits for the next event."""
+
+    async def read() -> JobEvent:
+        return await anext(rig.stream)
+
+    reader = asyncio.create_task(read())
+    await turns()
+    return reader
+
+
+async def turns() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_tokens_wait_until_there_are_enough_but_the_first_ones_do_not() -> None:
+    rig, timers = collecting(4)
+    rig.stream.push_token(1)
+    assert (await anext(rig.stream)).token_ids == [1] and timers.delays == []
+    reader = await parked(rig)
+    for token_id in (2, 3, 4):
+        rig.stream.push_token(token_id)
+        await turns()
+    assert not reader.done() and timers.delays == [0.25], "one timer for all that waits"
+    rig.push(0, [5], logprobs=[logprob(5)])
+    assert (await reader).token_ids == [2, 3, 4, 5] and timers.running == []
+    rig.stream.push_token(6)
+    reader = await parked(rig)
+    assert not reader.done(), "what was read makes room for the next wait"
+    reader.cancel()
+
+
+async def test_a_token_waits_no_longer_than_it_may() -> None:
+    rig, timers = collecting(4)
+    rig.stream.push_token(1)
+    assert (await anext(rig.stream)).token_ids == [1]
+    rig.stream.push_token(2)
+    rig.stream.push_token(3)
+    reader = await parked(rig)
+    assert not reader.done()
+    timers.fire()
+    assert (await reader).token_ids == [2, 3] and timers.running == []
+
+
+@pytest.mark.parametrize("end", ["last token", "error", "cancel"])
+async def test_an_end_does_not_wait(end: str) -> None:
+    rig, timers = collecting(4)
+    rig.stream.push_token(1)
+    await anext(rig.stream)
+    reader = await parked(rig)
+    rig.stream.push_token(2)
+    if end == "last token":
+        rig.push(0, [3], LENGTH)
+        assert (await reader).token_ids == [2, 3]
+    elif end == "error":
+        rig.stream.fail(NotFinite("logits are not finite"))
+        assert (await reader).token_ids == [2], "the tokens before an error are read first"
+        with pytest.raises(NotFinite):
+            await anext(rig.stream)
+    else:
+        rig.stream.cancel()
+        with pytest.raises(StopAsyncIteration):
+            await reader
+    assert timers.running == []
+
+
+async def test_completions_wait_together_and_the_end_of_one_lets_all_go() -> None:
+    rig, _timers = collecting(2, num_indices=2)
+    rig.push(0, [1])
+    assert (await anext(rig.stream)).token_ids == [1]
+    reader = await parked(rig)
+    rig.push(1, [1])
+    rig.push(0, [2])
+    rig.push(1, [2])
+    await turns()
+    assert not reader.done(), "three tokens of two completions"
+    rig.push(0, [3])
+    assert (await reader).token_ids == [1, 2]
+    assert (await anext(rig.stream)).token_ids == [2, 3]
+    reader = await parked(rig)
+    rig.push(0, [4])
+    rig.push(1, [3], LENGTH)
+    assert (await reader).token_ids == [4]
+    assert (await anext(rig.stream)).finish_reason is LENGTH
+    rig.stream.push_token(5)
+    rig.stream.push_token(6)
+    assert (await anext(rig.stream)).token_ids == [5, 6], "enough for the one completion that is left"
+
+
+async def test_log_probabilities_that_wait_are_those_of_their_tokens() -> None:
+    rig, _timers = collecting(3)
+    first = [logprob(1)]
+    rig.push(0, [1], logprobs=first)
+    assert (await anext(rig.stream)).logprobs == [logprob(1)]
+    given = [[logprob(token_id)] for token_id in (2, 3, 4)]
+    for logprobs in given:
+        rig.push(0, [logprobs[0].token_id], logprobs=logprobs)
+    event = await anext(rig.stream)
+    assert event.token_ids == [2, 3, 4] and event.logprobs == [logprob(2), logprob(3), logprob(4)]
+    assert [len(logprobs) for logprobs in given] == [1, 1, 1], "the scheduler's lists stay as they are"
+
+
+async def test_a_stream_is_full_at_the_same_number_of_tokens_when_they_may_wait() -> None:
+    rig, _timers = collecting(128)
+    assert [rig.stream.push_token(1) for _ in range(MAX_UNREAD_TOKENS)].count(True) == 1
+    assert len((await anext(rig.stream)).token_ids) == MAX_UNREAD_TOKENS
+    assert rig.calls == ["read"]
