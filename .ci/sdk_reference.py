@@ -39,6 +39,7 @@ SECTIONS = {  # heading: the exported names below it; a name that is in none goe
         "Classifications",
         "Classification",
     ),
+    "Offline": ("LLM", "SamplingParams", "RequestOutput"),
     "Results": (),
     "Errors": (),
 }
@@ -71,6 +72,7 @@ def reference() -> str:
             PACKAGE / "adapters",
             PACKAGE / "inputs",
             PACKAGE / "model",
+            PACKAGE / "offline",
             PACKAGE / "pooling",
             PACKAGE / "v1",
         )

@@ -1,6 +1,7 @@
 """Client of Motet: one base model, many LoRA adapters, one batch, streamed over gRPC.
 
 `Client` blocks, `AsyncClient` is for asyncio; both offer generate(), embed(), classify(), adapters and status().
+`LLM` runs lists of prompts on a server of its own.
 
 Names are imported when first used: the server imports `motet.v1` and `motet.command_line` and must not pay for, or
 need what, the client needs.
@@ -100,6 +101,15 @@ if TYPE_CHECKING:
     )
     from motet.model.calls import (
         TokenizeOptions as TokenizeOptions,
+    )
+    from motet.offline.inputs import (
+        SamplingParams as SamplingParams,
+    )
+    from motet.offline.llm import (
+        LLM as LLM,
+    )
+    from motet.offline.llm import (
+        RequestOutput as RequestOutput,
     )
     from motet.pooling.calls import (
         Classification as Classification,
@@ -239,6 +249,8 @@ _NAMES_BY_MODULE = {
     "motet.model.asynchronous": "AsyncModel",
     "motet.model.blocking": "Model",
     "motet.model.calls": "ModelFacts TokenizeOptions Tokenized",
+    "motet.offline.inputs": "SamplingParams",
+    "motet.offline.llm": "LLM RequestOutput",
     "motet.pooling.calls": "Classification Classifications Embedding Embeddings Pooling PoolingOptions ProblemType",
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",

@@ -153,6 +153,11 @@ class Completion:
     finished: Finished
     logprobs: tuple[TokenLogprobs, ...] = ()  # where requested: one for each of token_ids
 
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.finished.finish_reason
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:

@@ -1,0 +1,91 @@
+"""Prompts, parameters and adapters of an LLM as requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from motet import ChatMessage, InvalidArgument, SamplingParams
+from motet.offline.inputs import conversations_of, items_of, prompts_of
+from motet.offline.private_server import flags_of
+
+TURN = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        ({"prompt": "a"}, ["a"]),
+        ({"prompt_token_ids": [5, 6]}, [[5, 6]]),
+        ([5, 6], [[5, 6]]),
+        (["a", [5, 6], {"prompt": "b"}], ["a", [5, 6], "b"]),
+        ([[5], [6]], [[5], [6]]),
+        ([], []),
+    ],
+)
+def test_a_prompt_or_a_list_of_prompts(given: Any, prompts: list[Any]) -> None:
+    assert prompts_of(given) == prompts
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (5, "prompts: is int"),
+        ([TURN], r"prompts\[0\]: has 'role', 'content'; give \"prompt\" or"),
+        (["a", None], r"prompts\[1\]: is None"),
+        (["a", ChatMessage("user", "x")], r"prompts\[1\]: .*use chat\(\) for messages"),
+        ([{"prompt": 3}], r"prompts\[0\].prompt: is 3"),
+        ([[]], r"prompts\[0\]: is \[\]"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompts: has 'prompt', 'prompt_token_ids'"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_its_place(given: Any, field: str) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        prompts_of(given)
+
+
+def test_one_conversation_or_several() -> None:
+    assert conversations_of([TURN]) == [[TURN]]
+    assert conversations_of([ChatMessage("user", "x")]) == [[ChatMessage("user", "x")]]
+    assert conversations_of([[TURN], [TURN, TURN]]) == [[TURN], [TURN, TURN]]
+    for wrong in ("hello", 5):
+        with pytest.raises(InvalidArgument, match="messages: is"):
+            conversations_of(wrong)  # type: ignore[arg-type]  # on purpose
+
+
+def test_parameters_and_adapters_are_one_for_all_or_one_each() -> None:
+    both = items_of(["a", "b"], SamplingParams(max_tokens=3), "poet", {})
+    assert [item.options for item in both] == [{"max_tokens": 3, "adapter": "poet"}] * 2
+    each = items_of(["a", "b", "c"], [{"seed": 1}, {"seed": 2}, {}], ["poet", None, {"x": 0.5}], {"tools": []})
+    assert [item.options for item in each] == [
+        {"seed": 1, "tools": [], "adapter": "poet"},
+        {"seed": 2, "tools": []},
+        {"tools": [], "adapters": {"x": 0.5}},
+    ]
+    assert [item.adapter for item in each] == ["poet", None, {"x": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "adapter", "said"),
+    [
+        ([{}], None, "sampling: has 1 values for 2 prompts"),
+        (None, ["a", "b", "c"], "adapter: has 3 values for 2 prompts"),
+        (5, None, "sampling: is int"),
+        (None, ["a", 5], r"adapter\[1\]: is int"),
+        ({"adapter": "a"}, None, r"sampling.adapter: an adapter is named by adapter="),
+        ({"adapters": {"a": 1.0}}, "b", r"sampling.adapters: an adapter is named by adapter="),
+    ],
+)
+def test_what_fits_no_prompt_is_refused(sampling: Any, adapter: Any, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        items_of(["a", "b"], sampling, adapter, {})
+
+
+def test_settings_become_flags_and_those_of_the_server_itself_are_refused() -> None:
+    assert flags_of({"num_blocks": 512, "no_reflection": True, "exclusive_store": False, "tenants": None}) == [
+        *("--num-blocks", "512", "--no-reflection")
+    ]
+    assert flags_of({"adapter_root": ["a=/a", "b=/b"]}) == ["--adapter-root", "a=/a", "--adapter-root", "b=/b"]
+    with pytest.raises(InvalidArgument, match="listen: is set by LLM itself"):
+        flags_of({"listen": "0.0.0.0:80"})
