@@ -172,7 +172,7 @@ class PoolingNotServed(MotetError):
 
 
 class AdapterTooLarge(MotetError):
-    """The adapter does not fit the adapter memory of any worker."""
+    """The adapters of a request fit the adapter memory of no worker, or pinned ones leave no room for them."""
 
     reason = "ADAPTER_TOO_LARGE"
 

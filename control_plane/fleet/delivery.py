@@ -95,7 +95,7 @@ class Delivery:
             stream.push(output, None)
         if reason is FinishReason.ADAPTER_FAILED:
             assert output.request is not None, "a load failed, and the request is not given back"
-            if self._migration.try_elsewhere(job, output.request):
+            if self._migration.try_elsewhere(job, output.request, is_crowded_out=output.is_crowded_out):
                 return
         if reason is FinishReason.NOT_FINITE:
             assert output.request is not None, "logits are not finite, and the request is not given back"

@@ -209,7 +209,7 @@ class Scheduler:
         """Loads and evictions to send, each once; call it after add, plan, apply and slot reports."""
         while True:
             for digest, reason in self._worker.slots.place(self._worker.queues.waiting.urgent_digest):
-                self._give_up_adapter(digest, reason)
+                self._give_up_adapter(digest, reason, is_crowded_out=True)
             if not self._worker.slots.is_blocked or self._worker.rows.num_draining > 0:
                 break
             victim = choose_paused(self._worker.rows.held, has_adapter=True)
@@ -345,12 +345,15 @@ class Scheduler:
                 self._outputs.others.append(ending(group, FinishReason.DEADLINE))
                 self._worker.lifecycle.end(group)
 
-    def _give_up_adapter(self, digest: str, reason: str, *, is_mismatch: bool = False) -> None:
+    def _give_up_adapter(
+        self, digest: str, reason: str, *, is_mismatch: bool = False, is_crowded_out: bool = False
+    ) -> None:
         """End the requests that wait for an adapter which cannot be had."""
         self._worker.demands.end_preload(digest)
         swapped = [group for group in self._worker.queues.swapped if has_adapter(group.digest, digest)]
         for group in [*swapped, *self._worker.queues.waiting.of_digest(digest)]:
             end = ending(group, FinishReason.ADAPTER_FAILED)
-            end.message, end.request, end.is_mismatch = reason, group.request_so_far(), is_mismatch
+            end.message, end.request = reason, group.request_so_far()
+            end.is_mismatch, end.is_crowded_out = is_mismatch, is_crowded_out
             self._outputs.others.append(end)
             self._worker.lifecycle.end(group)

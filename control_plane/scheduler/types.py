@@ -383,6 +383,7 @@ class RequestOutput:
     slot: SlotRef | None = None  # that its adapter was in when the request took its rows last; set together with these
     message: str = ""  # for ADAPTER_FAILED: why
     is_mismatch: bool = False  # for ADAPTER_FAILED: the adapter itself does not fit the worker's model
+    is_crowded_out: bool = False  # for ADAPTER_FAILED: pinned adapters leave no room for the request's
     request: Request | None = None  # for ADAPTER_FAILED, NOT_FINITE: it with every accepted token, to go on elsewhere
     # With several samples or beams every index ends by itself. An end other than LENGTH and STOP_TOKEN ends all.
     index: int = 0

@@ -69,17 +69,17 @@ class Migration:
         if self._isolation.outlived(worker_id, epoch):
             self._dispatcher.place_waiting(is_group_over=True)
 
-    def try_elsewhere(self, job: Job, request: Request) -> bool:
+    def try_elsewhere(self, job: Job, request: Request, *, is_crowded_out: bool = False) -> bool:
         """Move a job to another worker because its own could not load the adapter. False if none is left to try.
 
-        `request` is the job's with every accepted token.
+        `request` is the job's with every accepted token. `is_crowded_out`: pinned adapters left no room there.
         """
         session = job.session
         assert session is not None, "a load failed for a request without a worker"
-        job.note_failed_load(session.epoch)
+        job.note_failed_load(session.epoch, is_crowded_out=is_crowded_out)
         suited = placement.suited(job, self._sessions.values())
         is_tried_everywhere = all(other.epoch in job.failed_load_epochs for other in suited)
-        if is_tried_everywhere or len(job.failed_load_epochs) >= placement.MAX_LOAD_TRIES:
+        if is_tried_everywhere or job.num_failed_loads >= placement.MAX_LOAD_TRIES:
             return False
         return self._move_on(job, request, "adapter not loaded")
 
@@ -117,7 +117,7 @@ class Migration:
         if all(ref.digest != session.hung_digest for ref in job.request.adapters):
             return False
         job.note_failed_load(session.epoch)
-        return len(job.failed_load_epochs) >= placement.MAX_LOAD_TRIES
+        return job.num_failed_loads >= placement.MAX_LOAD_TRIES
 
     def _computed_by(self, session: WorkerSession, jobs: list[Job]) -> list[Job]:
         """The jobs of a session that may have caused its end."""

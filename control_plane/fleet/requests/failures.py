@@ -72,6 +72,9 @@ def error_of(output: RequestOutput, request: Request, damage: Callable[[str], Mo
     if output.finish_reason is FinishReason.ADAPTER_FAILED and output.is_mismatch:
         reason = output.message[:MAX_MISMATCH_CHARS]
         return AdapterNotServed(f"the workers cannot serve adapter {_digest(request)}: {reason}")
+    if output.finish_reason is FinishReason.ADAPTER_FAILED and output.is_crowded_out:
+        what = "adapter" if len(request.adapters) == 1 else "adapters"
+        return AdapterTooLarge(f"no worker has room for {what} {_digest(request)}: {output.message}")
     if output.finish_reason is FinishReason.ADAPTER_FAILED:
         assert request.adapter is not None, "no adapter, and its load failed"
         found = (damage(ref.digest) for ref in request.adapters)

@@ -53,6 +53,7 @@ class Job:
     num_generated: int = 0  # tokens delivered to its stream, over all its indices
     num_searched: int = 0  # tokens that its beam search computed, known at its end
     failed_load_epochs: set[int] = field(default_factory=set)  # sessions that could not load its adapter
+    num_failed_loads: int = 0  # of these sessions those where a load failed; at the others pins left no room
     paused_since_s: float | None = None  # when its stream filled up and it was paused
 
     # ---- where it is ----
@@ -102,8 +103,9 @@ class Job:
 
     # ---- what failed ----
 
-    def note_failed_load(self, epoch: int) -> None:
-        """The session of this epoch could not load its adapter."""
+    def note_failed_load(self, epoch: int, *, is_crowded_out: bool = False) -> None:
+        """The session of this epoch could not load its adapter, or pinned adapters left no room for it there."""
+        self.num_failed_loads += not is_crowded_out and epoch not in self.failed_load_epochs
         self.failed_load_epochs.add(epoch)
 
     def note_not_finite(self, at: NotFinite) -> None:

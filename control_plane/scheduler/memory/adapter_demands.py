@@ -63,10 +63,6 @@ class AdapterDemands:
         for ref in refs:
             self.remove(ref.digest, request.account)
 
-    def choose_set(self, is_ready: Callable[[str], bool], is_draining: Callable[[str], bool]) -> None:
-        """Choose the set that is being assembled from here on: one of which no slot is drained."""
-        self.sets.choose(is_ready, is_draining, self.unplaced.counter)
-
     def next_loads(self, count: int) -> list[AdapterDemand]:
         """The next adapters to load, about `count`; those of the set that is being assembled are among them."""
         demands = self.unplaced.next_loads(count)
@@ -82,7 +78,19 @@ class AdapterDemands:
         demand = self._demands.get(digest)
         if demand is None or not self.sets:
             return demand is not None
-        return demand.num_waiting.total() > self.sets.num_waiting(digest) or self.sets.holds(digest, is_ready)
+        return self._is_needed_alone(demand) or self.sets.holds(digest, is_ready)
+
+    def may_drain_for(self, demand: AdapterDemand) -> bool:
+        """Whether slots may be drained for the adapter.
+
+        They are not for a preload, and not for an adapter that requests need only together with others while another
+        set is being assembled: it could not take those slots.
+        """
+        if self.is_only_preloaded(demand):
+            return False
+        if not self.sets.is_one_assembled or self.sets.is_assembling(demand.ref.digest):
+            return True
+        return self._is_needed_alone(demand)
 
     def add(self, ref: AdapterRef, account: str) -> None:
         """A request of the account waits for admission with this adapter."""
@@ -188,6 +196,9 @@ class AdapterDemands:
             assert sum(places) == 1, f"adapter {digest} is in demand and in {sum(places)} places"
         num_waiting = len(self.unplaced) + len(self._backing_off)
         assert num_waiting <= len(self._demands), "an adapter waits for a slot and no request waits for it"
+
+    def _is_needed_alone(self, demand: AdapterDemand) -> bool:
+        return demand.num_waiting.total() > self.sets.num_waiting(demand.ref.digest)
 
     def _wait_for_slot(self, demand: AdapterDemand) -> None:
         demand.admissions_before = self.num_admissions

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Set
 
-from control_plane.scheduler.errors import SlotReportMismatch
 from control_plane.scheduler.memory.adapter_demands import AdapterDemands
-from control_plane.scheduler.memory.adapter_slot import Slot, SlotState
+from control_plane.scheduler.memory.adapter_slot import Slot, SlotState, no_room_beside_pinned, reported_slot
 from control_plane.scheduler.memory.free_ids import FreeIds
 from control_plane.scheduler.memory.load_queue import AdapterDemand
 from control_plane.scheduler.types import (
@@ -123,12 +122,7 @@ class AdapterSlots:
 
     def set_pinned(self, digests: Set[str]) -> None:
         """Keep exactly these adapters from eviction, from when they are in a slot."""
-        for digest in sorted(digests - self.pinned):
-            slot = self._by_digest.get(digest)
-            if slot is not None and slot.is_draining:
-                slot.is_draining = False
-                self._draining.remove(slot)
-                self._admissible_again.append(digest)
+        self._reopen(sorted(digests - self.pinned))
         if digests != self.pinned:
             self.pinned = frozenset(digests)
             self._is_dirty = True
@@ -137,7 +131,7 @@ class AdapterSlots:
 
     def ready(self, slot_idx: int, generation: int) -> None:
         """The load succeeded."""
-        slot = self._reported(slot_idx, generation, SlotState.LOADING)
+        slot = reported_slot(self.slots, slot_idx, generation, SlotState.LOADING)
         slot.state = SlotState.READY
         self._num_loading -= 1
         slot.admissions_before = self._demands.num_admissions
@@ -148,7 +142,7 @@ class AdapterSlots:
 
     def empty(self, slot_idx: int, generation: int) -> str:
         """The eviction is done; the digest of what was in the slot."""
-        slot = self._reported(slot_idx, generation, SlotState.EVICTING)
+        slot = reported_slot(self.slots, slot_idx, generation, SlotState.EVICTING)
         digest = slot.adapter.digest
         self._evicting_bytes -= slot.adapter.arena_bytes
         self._num_evicting -= 1
@@ -157,7 +151,7 @@ class AdapterSlots:
 
     def failed(self, slot_idx: int, generation: int, *, is_retryable: bool, now_s: float) -> tuple[str, bool]:
         """The load failed; its digest, and whether requests wait for it and it will not be tried again."""
-        slot = self._reported(slot_idx, generation, SlotState.LOADING)
+        slot = reported_slot(self.slots, slot_idx, generation, SlotState.LOADING)
         digest = slot.adapter.digest
         del self._by_digest[digest]
         self._num_loading -= 1
@@ -167,9 +161,9 @@ class AdapterSlots:
     # ---- what is done about it ----
 
     def place(self, urgent_digest: str | None = None) -> list[tuple[str, str]]:
-        """Decide on loads and evictions; returns (digest, reason) of adapters in demand that can never be loaded.
+        """Decide on loads and evictions; returns (digest, reason) of adapters that pinned ones leave no room for.
 
-        A set of adapters that cannot be loaded together is among them with its name.
+        A set of adapters that has no room together beside the pinned ones is among them with its name.
 
         Adapters are loaded in the order of load_queue.py, and no more than MAX_LOADING loads are under way. An adapter
         that finds no room lets those behind it pass, until it was overtaken STARVATION_ADMISSIONS times. Then slots are
@@ -179,14 +173,10 @@ class AdapterSlots:
         if urgent_digest != self._urgent_digest:
             self._urgent_digest = urgent_digest
             self._is_dirty = True
-        head, is_starving = self._neediest()
-        if not (self._is_dirty or self._demands.has_changed) and is_starving == bool(self._draining):
+        if not (self._is_dirty or self._demands.has_changed) and self._neediest()[1] == bool(self._draining):
             return []
         self._is_dirty = self._demands.has_changed = self.is_blocked = False
-        if self._is_strict:
-            self._demands.sets.choose_only(urgent_digest)
-        else:
-            self._demands.choose_set(self.is_admissible, self._is_draining)
+        head, is_starving = self._choose_set() if self._demands.sets else self._neediest()
         self._evict([self._by_digest[d] for d in sorted(self._unloading) if self._is_unused(d)])
         if not is_starving:
             self._stop_draining()
@@ -196,8 +186,7 @@ class AdapterSlots:
         free_slots = len(self._empty) + self._num_evicting
         pinned_refs = [slot.adapter for digest, slot in self._by_digest.items() if digest in self.pinned]
         pinned = [ref.arena_bytes for ref in pinned_refs]
-        if (name := self._demands.sets.crowded_out(pinned_refs, self.arena_bytes, self.num_slots)) is not None:
-            given_up.append((name, "pinned adapters leave no room for the request's adapters together in the arena"))
+        given_up += self._demands.sets.crowded_out(pinned_refs, self.arena_bytes, self.num_slots).items()
         others = [demand for demand in self._demands.next_loads(PREFETCH_LOOKAHEAD) if demand is not head]
         others.sort(key=self._demands.is_only_preloaded)  # what requests wait for goes first
         is_closed = False  # but to the set that is being assembled
@@ -208,7 +197,9 @@ class AdapterSlots:
             if is_closed and not self._demands.sets.is_assembling(demand.ref.digest):
                 continue
             if len(pinned) == self.num_slots or sum(pinned) + demand.ref.arena_bytes > self.arena_bytes:
-                given_up.append((demand.ref.digest, "pinned adapters leave no room for it in the arena"))
+                sizes = [*pinned, demand.ref.arena_bytes]
+                why = no_room_beside_pinned(1, sizes, self.arena_bytes, self.num_slots)
+                given_up.append((demand.ref.digest, why))
                 continue
             if is_starving and demand is head:
                 self._drain_for(demand.ref, free_bytes, free_slots)
@@ -311,11 +302,33 @@ class AdapterSlots:
             head = next(filter(None, waiting), None)
             return head, head is not None
         head = self._demands.unplaced.head
-        if head is not None and self._demands.is_only_preloaded(head):  # no request waits for it: no slot is drained
-            others = self._demands.unplaced.next_loads(PREFETCH_LOOKAHEAD)
-            head = next((demand for demand in others if not self._demands.is_only_preloaded(demand)), None)
+        if head is not None and not self._demands.may_drain_for(head):
+            head = next(filter(self._demands.may_drain_for, self._demands.next_loads(PREFETCH_LOOKAHEAD)), None)
         is_starving = head is not None and self._demands.times_overtaken(head) >= STARVATION_ADMISSIONS
         return head, is_starving and not self._is_strict
+
+    def _choose_set(self) -> tuple[AdapterDemand | None, bool]:
+        """Choose the set that is being assembled; returns what `_neediest` does then.
+
+        The slots of one that became whole are protected from draining as if they were just loaded: else slots that
+        other requests used before would be drained before a request with the set could begin.
+        """
+        sets = self._demands.sets
+        if self._is_strict:
+            sets.choose_only(self._urgent_digest)
+            return self._neediest()
+        whole = sets.end_assembly(self.is_admissible)
+        for digest in [] if whole is None else digests_of(whole):
+            slot = self._by_digest[digest]
+            slot.was_leased, slot.admissions_before = False, self._demands.num_admissions
+        head, is_starving = self._neediest()
+        if not sets.is_one_assembled:
+            starving = head.ref.digest if head is not None and is_starving else None
+            sets.choose(self.is_admissible, self._demands.unplaced.counter, starving)
+            if sets.is_one_assembled:
+                self._reopen(sets.assembled_digests)
+                head, is_starving = self._neediest()
+        return head, is_starving
 
     def _may_drain(self, slot: Slot) -> bool:
         """Whether a slot may be closed to admissions for another adapter."""
@@ -325,19 +338,6 @@ class AdapterSlots:
             return False
         is_old = self._demands.num_admissions - slot.admissions_before >= STARVATION_ADMISSIONS
         return slot.was_leased or is_old or self._is_strict
-
-    def _reported(self, slot_idx: int, generation: int, expected: SlotState) -> Slot:
-        if not 0 <= slot_idx < len(self.slots):
-            raise SlotReportMismatch(
-                f"slot {slot_idx}: of the worker's {self.num_slots} slots {len(self.slots)} were ever filled"
-            )
-        slot = self.slots[slot_idx]
-        if slot.generation != generation or slot.state is not expected:
-            raise SlotReportMismatch(
-                f"slot {slot_idx}: a report on generation {generation} while {expected.value} was expected, "
-                f"but it is {slot.state.value} in generation {slot.generation}"
-            )
-        return slot
 
     def _load(self, demand: AdapterDemand) -> None:
         ref = demand.ref
@@ -391,11 +391,6 @@ class AdapterSlots:
         digest = slot.adapter.digest
         return digest not in self.pinned and (slot.is_draining or not self._demands.is_held(digest, self.is_admissible))
 
-    def _is_draining(self, name: str) -> bool:
-        """Whether some adapter of a set is in a slot that is closed to admissions."""
-        slots = map(self._by_digest.get, digests_of(name))
-        return any(slot is not None and slot.is_draining for slot in slots)
-
     def _idle_victims(self, demand: AdapterDemand, free_bytes: int, free_slots: int) -> list[Slot] | None:
         """Least recently used idle slots that make room for an adapter, or None if they cannot.
 
@@ -440,3 +435,11 @@ class AdapterSlots:
             slot.is_draining = False
             self._admissible_again.append(slot.adapter.digest)
         self._draining.clear()
+
+    def _reopen(self, digests: Iterable[str]) -> None:
+        """Drain the slots of these adapters no more."""
+        for slot in filter(None, map(self._by_digest.get, digests)):
+            if slot.is_draining:
+                slot.is_draining = False
+                self._draining.remove(slot)
+                self._admissible_again.append(slot.adapter.digest)

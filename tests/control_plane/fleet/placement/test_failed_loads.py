@@ -11,13 +11,16 @@ from control_plane.errors import (
     AdapterDamaged,
     AdapterLoadFailed,
     AdapterNotServed,
+    AdapterTooLarge,
 )
 from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS
 from control_plane.fleet.settings import PlacementCosts
+from control_plane.scheduler.types import AdapterUse, Combination, Composition, Request
 from data_plane.errors import AdapterMismatch
 from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
+    InspectedFleet,
     LoopbackWorker,
     expected,
     make_fleet,
@@ -105,6 +108,45 @@ async def test_damaged_weights_are_reported_as_what_they_are_without_a_wait(cloc
     assert clock.now_s == before_s and worker.num_replies == 1
     with pytest.raises(AdapterDamaged):
         await reader
+
+
+def combined_request(fleet: InspectedFleet) -> Request:
+    """A request for two adapters at once."""
+    refs = [fleet.weights.add(name) for name in ("one", "two")]
+    composition = Composition(tuple(AdapterUse(ref, 1.0) for ref in refs), Combination.CAT)
+    return replace(make_request(fleet, [1, 2], 5, refs[0]), composition=composition)
+
+
+async def test_adapters_that_pins_leave_no_room_for_are_refused_with_the_numbers(clock: FakeClock) -> None:
+    """Not as "try again": a try helps only once something is unpinned. A pin may come after the request."""
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_slots=2))
+    pinned = fleet.weights.add("pinned")
+    fleet.pin(pinned)
+    await pass_time(clock, fleet, [worker], 2.0)
+    assert fleet.placements(pinned.digest)
+    reader = asyncio.create_task(read_all(fleet.submit(combined_request(fleet))))
+    await pass_time(clock, fleet, [worker], 2.0)
+    with pytest.raises(AdapterTooLarge, match=r"its 2 adapters take 3072 bytes in 3 slots, .* in 2 slots; unpin"):
+        await reader
+    fleet.unpin(pinned.digest)
+    request = combined_request(fleet)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await pass_time(clock, fleet, [worker], 2.0)
+    assert reader.result() == expected(request)
+
+
+async def test_adapters_that_pins_leave_no_room_for_run_at_the_one_worker_that_has_room(clock: FakeClock) -> None:
+    """However many workers have none: no load failed there, so none counts as a try."""
+    fleet = make_fleet(clock)
+    small = [LoopbackWorker(fleet, f"w{i}", capacities=replace(CAPACITIES, num_slots=2)) for i in range(6)]
+    fleet.pin(fleet.weights.add("pinned"))
+    await pass_time(clock, fleet, small, 2.0)
+    workers = [*small, LoopbackWorker(fleet, "w9")]
+    request = combined_request(fleet)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await pass_time(clock, fleet, workers, 3.0)
+    assert reader.done() and reader.result() == expected(request)
 
 
 async def test_rebalancing_passes_over_what_failed_on_the_idle_worker(clock: FakeClock) -> None:
