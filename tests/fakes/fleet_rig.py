@@ -29,7 +29,7 @@ from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.host_cache.base import CacheAddress
 from control_plane.scheduler.requests.beam_search import BeamSearcher
-from control_plane.scheduler.types import AdapterRef, Request, sample_seed
+from control_plane.scheduler.types import AdapterRef, Combination, Request, sample_seed
 from data_plane.config import WorkerConfig
 from data_plane.errors import AdapterLoadError, AdapterMismatch
 from data_plane.plan import Capacities, StepOutput
@@ -37,7 +37,7 @@ from data_plane.stream.plan_client import PlanClient, PlanClientSettings, Source
 from data_plane.wire import decode_steps, encode_hello, encode_output
 from data_plane.worker import source_factory
 from tests.fakes.hash_engine import HashEngine, HashEngineFaults, oracle
-from tests.fakes.hash_model import chain_next, chain_start, ranking
+from tests.fakes.hash_model import chain_of, combined_digest, ranking
 
 FINGERPRINT = hashlib.sha256(b"base").hexdigest()
 CAPACITIES = Capacities(
@@ -191,9 +191,10 @@ def make_request(
 
 def expected(request: Request, index: int = 0) -> list[int]:
     """All tokens that a completion of the request must have."""
-    digest = request.adapter.digest if request.adapter else ""
+    digest = _digest_of(request)
     seed = sample_seed(request.sampling.seed, index) if request.sampling.temperature > 0 else None
-    tokens = oracle(FINGERPRINT, digest, request.prompt_token_ids, request.max_tokens, seed=seed)
+    prompt, active_from = request.prompt_token_ids, request.active_from
+    tokens = oracle(FINGERPRINT, digest, prompt, request.max_tokens, seed=seed, active_from=active_from)
     stops = [position for position, token in enumerate(tokens) if token in request.stop_token_ids]
     return tokens[: stops[0] + 1] if stops else tokens
 
@@ -201,22 +202,28 @@ def expected(request: Request, index: int = 0) -> list[int]:
 def expected_beams(request: Request) -> list[list[int]]:
     """All tokens that each hypothesis of a beam search must have, the best first; nothing where there is none."""
     assert request.beam is not None
-    digest = request.adapter.digest if request.adapter else ""
+    digest = _digest_of(request)
     searcher = BeamSearcher(
         request.beam, stop_token_ids=request.stop_token_ids, min_tokens=0, max_generated=request.max_tokens
     )
     while searcher.beams:
         candidates: list[Iterable[tuple[int, float]]] = []
         for beam in searcher.beams:
-            value = chain_start(FINGERPRINT, digest)
-            for token in (*request.prompt_token_ids, *beam.token_ids):
-                value = chain_next(value, token)
+            tokens = (*request.prompt_token_ids, *beam.token_ids)
+            value = chain_of(FINGERPRINT, digest, tokens, request.active_from)
             # As float32, which is what results carry.
             best = ranking(value, searcher.num_candidates, CAPACITIES.vocab_size)
             candidates.append([(token, float(np.float32(logprob))) for token, logprob in best])
         searcher.advance(candidates)
     hypotheses = [list(hypothesis.token_ids) for hypothesis in searcher.hypotheses]
     return hypotheses + [[]] * (request.beam.width - len(hypotheses))
+
+
+def _digest_of(request: Request) -> str:
+    if request.composition is not None:
+        uses = ((use.ref.digest, use.scale) for use in request.composition.uses)
+        return combined_digest(uses, is_linear=request.composition.combination is Combination.LINEAR)
+    return request.adapter.digest if request.adapter else ""
 
 
 async def read_all(stream: JobStream) -> list[int]:

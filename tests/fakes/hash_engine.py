@@ -22,6 +22,7 @@ from data_plane.plan import (
     NewRow,
     PooledRow,
     PoolingKind,
+    RowAdapters,
     RowLogprobs,
     RowSampling,
     StepOutput,
@@ -29,9 +30,11 @@ from data_plane.plan import (
 )
 from tests.fakes.hash_model import (
     DEFAULT_VOCAB_SIZE,
+    activated,
     chain_next,
     chain_start,
     choose,
+    combined_digest,
     logprob_of,
     oracle,
     ranking,
@@ -57,6 +60,8 @@ class _Row:
     sampling: RowSampling
     is_host_fed: bool
     pooling: PoolingKind | None
+    adapters: RowAdapters | None
+    active_from: int
     last_token: int = -1  # sampled last, or fed in its place
     num_generated: int = 0  # tokens of the completion, those given at the row's beginning included
     is_right: bool = True  # what was said to be computed was in its blocks
@@ -230,7 +235,7 @@ class HashEngine:
             raise PlanRefused(f"row {new.row} pools all its tokens with {num_computed} tokens computed")
         if new.sampling.num_prompt_logprobs is not None and num_computed:
             raise PlanRefused(f"row {new.row} requests its prompt's logprobs with {num_computed} tokens computed")
-        digest = "" if new.slot is None else self.hash_slots.digest_of(new.slot, new.slot_generation)
+        digest = self._digest_of(new)
         row = _Row(
             new.row,
             tokens,
@@ -243,6 +248,8 @@ class HashEngine:
             new.sampling,
             new.is_host_fed,
             new.pooling,
+            new.adapters,
+            new.active_from,
             num_generated=len(tokens) - new.num_prompt_tokens,
         )
         poisoned += [self._checked_block(block_id) for block_id in block_ids[num_held:]]
@@ -252,8 +259,10 @@ class HashEngine:
     def _check_computed(self, row: _Row) -> None:
         """Compare what is said to be computed with the tokens; if it differs, all tokens from here on are wrong."""
         size = self.capacities.block_size
-        value, is_right = chain_start(self.capacities.model_fingerprint, row.digest), True
+        value, is_right = self._chain_start(row, row.digest), True
         for position in range(row.num_computed):
+            if position and position == row.active_from:
+                value = activated(value, row.digest)
             value = chain_next(value, row.tokens[position])
             is_right &= self._blocks[row.block_ids[position // size]][position % size] == value
             if (position + 1) % size == 0:
@@ -359,11 +368,13 @@ class HashEngine:
         size, position = self.capacities.block_size, row.num_computed
         if position >= len(row.block_ids) * size:
             raise PlanRefused(f"position {position} lies beyond {len(row.block_ids)} blocks of {size}")
-        digest = "" if row.slot is None else self.hash_slots.digest_of(row.slot, row.slot_generation)
+        digest = self._digest_of(row)
         if position == 0:
-            value = chain_start(self.capacities.model_fingerprint, digest)
+            value = self._chain_start(row, digest)
         else:
             value = self._blocks[row.block_ids[(position - 1) // size]][(position - 1) % size]
+            if position == row.active_from:
+                value = activated(value, digest)
         value = chain_next(value, token) if row.is_right else POISON
         block_id = row.block_ids[position // size]
         if block_id * size + position % size in self._written:
@@ -374,6 +385,17 @@ class HashEngine:
         if row.num_computed % size == 0:
             row.block_ends.append(value)
         return value
+
+    def _chain_start(self, row: _Row, digest: str) -> bytes:
+        return chain_start(self.capacities.model_fingerprint, "" if row.active_from else digest)
+
+    def _digest_of(self, row: NewRow | _Row) -> str:
+        """What the row's slots hold: one adapter, or what stands for several."""
+        if row.adapters is not None:
+            members = row.adapters.members
+            held = [(self.hash_slots.digest_of(m.slot, m.generation), m.scale) for m in members]
+            return combined_digest(held, is_linear=row.adapters.is_linear)
+        return "" if row.slot is None else self.hash_slots.digest_of(row.slot, row.slot_generation)
 
     def _row(self, row_id: int) -> _Row:
         row = self.rows.get(row_id)

@@ -2,13 +2,14 @@
 
 h(0) = SHA256(base fingerprint, adapter digest); h(i+1) = SHA256(h(i), token i). The tokens that may follow are ranked
 by a hash of h: greedy rows take the first, others one of the first eight by seed and place in the completion; tokens
-that are banned are passed over. No other sampling setting plays a part.
+that are banned are passed over. No other sampling setting plays a part. Adapters that are combined have one digest
+together, which follows from theirs, their scales and the kind. An adapter that acts from token n on enters h(n).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,29 @@ def chain_start(fingerprint: str, digest: str) -> bytes:
     return _sha256(bytes.fromhex(fingerprint) + bytes.fromhex(digest)).digest()
 
 
+def combined_digest(uses: Iterable[tuple[str, float]], *, is_linear: bool) -> str:
+    """What stands for several adapters in h: (digest, scale) of each, and how they are combined."""
+    return _sha256(repr((sorted(uses), is_linear)).encode()).hexdigest()
+
+
+def activated(value: bytes, digest: str) -> bytes:
+    """h at the place from which an adapter acts that did not act before."""
+    return _sha256(value + b"active" + bytes.fromhex(digest)).digest()
+
+
 def chain_next(value: bytes, token: int) -> bytes:
     """h(i+1) from h(i) and token i."""
     return _sha256(value + token.to_bytes(4, "little")).digest()
+
+
+def chain_of(fingerprint: str, digest: str, tokens: Iterable[int], active_from: int = 0) -> bytes:
+    """h after these tokens, of which the adapter changes those from `active_from` on."""
+    value = chain_start(fingerprint, "" if active_from else digest)
+    for position, token in enumerate(tokens):
+        if position and position == active_from:
+            value = activated(value, digest)
+        value = chain_next(value, token)
+    return value
 
 
 def token_of(value: bytes, vocab_size: int) -> int:
@@ -83,11 +104,10 @@ def oracle(
     seed: int | None = None,
     min_tokens: int = 0,
     banned: Sequence[int] = (),
+    active_from: int = 0,
 ) -> list[int]:
-    """What a correct system generates; seed=None for a temperature of 0."""
-    value = chain_start(fingerprint, digest)
-    for token in prompt:
-        value = chain_next(value, token)
+    """What a correct system generates; seed=None for a temperature of 0. The adapter acts from `active_from` on."""
+    value = chain_of(fingerprint, digest, prompt, active_from)
     tokens: list[int] = []
     for position in range(num_tokens):
         refused = banned if position < min_tokens else ()
