@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from operator import attrgetter
@@ -107,7 +107,10 @@ class AdapterRecord:
 
     def version(self, digest: str) -> AdapterVersion | None:
         """The version of that digest, if there is one."""
-        return next((version for version in self.versions if version.digest == digest), None)
+        for version in self.versions:  # a generator takes twice as long, and a start makes this call for every name
+            if version.digest == digest:
+                return version
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,7 @@ class StoredRecord:
 _NOT_STORED = frozenset({"state", "state_reason", "versions", "ownership", "rollout"})
 _VALUES_OF = attrgetter(*(f.name for f in fields(AdapterRecord)))
 _VERSIONS_AT = [f.name for f in fields(AdapterRecord)].index("versions")
+_LISTS_OF_TEXTS = frozenset({"parts", "files", "labels", "warnings"})
 _SIGNED, _METHOD = frozenset({"signature", "verification"}), frozenset({"method"})
 _MODULES_KEY = b'"target_modules": ['
 # Lists of modules by themselves, so that versions of the same modules share one; see _module_names.
@@ -212,7 +216,7 @@ def decode_record(raw: bytes) -> StoredRecord:
             ownership = _ownership(document) if number >= _RECORD_FORMAT else NOBODYS
             rollout = decode_rollout(document.pop("rollout", None)) if number == _ROLLOUT_FORMAT else NO_ROLLOUT
             digests = document.pop("version_digests", None)
-            if not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
+            if not isinstance(digests, list) or not all(map(_is_text, digests)):
                 raise ValueError("version_digests is missing or is not a list")
             values = _checked(AdapterRecord, document, skip=_NOT_STORED)
             record = AdapterRecord(
@@ -257,7 +261,7 @@ def decode_version(raw: bytes) -> AdapterVersion:
 
 def with_versions(stored: StoredRecord, found: Mapping[str, AdapterVersion]) -> AdapterRecord:
     """The record with those of its versions that have a document, by digest. Without its active one it is FAILED."""
-    versions = tuple(found[digest] for digest in stored.digests if digest in found)
+    versions = tuple([found[digest] for digest in stored.digests if digest in found])
     values = list(_VALUES_OF(stored.record))  # `replace` takes four times as long
     values[_VERSIONS_AT] = versions
     record = AdapterRecord(*values)
@@ -287,12 +291,21 @@ def _ownership(document: dict[str, Any]) -> Ownership:
     owner, tenants = document.pop("owner", None), document.pop("shared_with", None)
     if not isinstance(owner, str) or not (owner == "" or is_tenant(owner)):
         raise ValueError("owner is missing or is not a tenant")
-    if not isinstance(tenants, list) or not all(isinstance(tenant, str) and is_tenant(tenant) for tenant in tenants):
+    if not isinstance(tenants, list) or not all(map(_is_tenant, tenants)):
         raise ValueError("shared_with is missing or is not a list of tenants")
-    visibility = Visibility(document.pop("visibility", None))
-    if (visibility is Visibility.SHARED) != bool(tenants):
-        raise ValueError(f"visibility {visibility.value} contradicts shared_with")
-    return Ownership(owner, visibility, tuple(tenants))
+    visibility = document.pop("visibility", None)
+    if not isinstance(visibility, str):
+        raise ValueError(f"{visibility!r} is not a valid Visibility")
+    return _ownership_of(owner, visibility, tuple(tenants))
+
+
+@lru_cache(maxsize=1024)
+def _ownership_of(owner: str, visibility: str, tenants: tuple[str, ...]) -> Ownership:
+    """The ownership that a document's members say, as one object for many names. Raises ValueError."""
+    known = Visibility(visibility)
+    if (known is Visibility.SHARED) != bool(tenants):
+        raise ValueError(f"visibility {visibility} contradicts shared_with")
+    return Ownership(owner, known, tenants)
 
 
 def _version(document: dict[str, Any]) -> AdapterVersion:
@@ -301,29 +314,36 @@ def _version(document: dict[str, Any]) -> AdapterVersion:
     modules = values.pop("target_modules")
     if isinstance(modules, list):
         modules = _module_names(modules)
-    parts, files = tuple(values.pop("parts", ())), tuple(values.pop("files", ()))
-    if not all(isinstance(name, str) for name in (*parts, *files)):
-        raise ValueError("parts or files is not a list of names")
-    labels = tuple(values.pop("labels", ()))
-    if not all(isinstance(label, str) for label in labels):
-        raise ValueError("labels is not a list of texts")
-    invocation = tuple(values.pop("alora_invocation_tokens", ()))
-    if not all(type(token) is int and token >= 0 for token in invocation):
-        raise ValueError("alora_invocation_tokens is not a list of token ids")
-    warnings = tuple(values.pop("warnings", ()))
-    if not all(isinstance(text, str) for text in warnings):
-        raise ValueError("warnings is not a list of texts")
+    for name in _LISTS_OF_TEXTS & values.keys():
+        values[name] = _items(values[name], name, "texts", _is_text)
+    if "alora_invocation_tokens" in values:
+        tokens = values["alora_invocation_tokens"]
+        values["alora_invocation_tokens"] = _items(tokens, "alora_invocation_tokens", "token ids", _is_token)
     return AdapterVersion(
         **values,
-        warnings=warnings,
-        parts=parts,
-        files=files,
-        labels=labels,
-        alora_invocation_tokens=invocation,
         target_modules=modules,
-        signature=_signature(signed),
-        verification=verification_of(verified),
+        signature=None if signed is None else _signature(signed),
+        verification=None if verified is None else verification_of(verified),
     )
+
+
+def _items(found: Sequence[Any], name: str, what: str, is_item: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """The items of a list of a document. Raises ValueError. Most lists are empty, and cost next to nothing."""
+    if found and not all(map(is_item, found)):
+        raise ValueError(f"{name} is not a list of {what}")
+    return tuple(found)
+
+
+def _is_tenant(value: Any) -> bool:
+    return isinstance(value, str) and is_tenant(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _module_names(modules: list[Any]) -> tuple[str, ...]:
@@ -345,9 +365,7 @@ def _modules_of(raw: bytes) -> tuple[str, ...] | None:
         return None
 
 
-def _signature(document: Any) -> SignatureVerdict | None:
-    if document is None:
-        return None
+def _signature(document: Any) -> SignatureVerdict:
     if not isinstance(document, dict):
         raise ValueError("signature is not a JSON object")
     method = SignatureMethod(document.pop("method", None))
@@ -393,7 +411,7 @@ def _checked(kind: type[Any], document: dict[str, Any], *, skip: frozenset[str] 
         if len(_GOOD_SHAPES) < _MAX_GOOD_SHAPES:
             _GOOD_SHAPES[shape] = dicts
     for name in dicts:
-        if not all(isinstance(text, str) for text in document[name].values()):
+        if not all(map(_is_text, document[name].values())):
             raise ValueError(f"{name} is of the wrong type")
     return document
 

@@ -106,8 +106,8 @@ def _read_record(store: ArtifactStore, adapter_id: str) -> StoredRecord | str:
         stored = decode_record(store.read_record(adapter_id))
         if stored.record.adapter_id != adapter_id:
             raise ValueError("it is another adapter's")
-        active = [stored.record.active_digest] if stored.record.active_digest else []  # none: all versions are held
-        if not all(map(is_digest, [*stored.digests, *active])):
+        active = stored.record.active_digest  # empty: all versions are held
+        if not all(map(is_digest, stored.digests)) or (active not in ("", *stored.digests) and not is_digest(active)):
             raise ValueError("a digest in it is none")
     except FileNotFoundError:
         return "it is gone"
