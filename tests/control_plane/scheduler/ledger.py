@@ -9,7 +9,7 @@ from dataclasses import replace
 from control_plane.scheduler.requests.beam_search import BeamSearcher, Hypothesis
 from control_plane.scheduler.step.beams import NO_SCORE
 from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
-from tests.fakes.model_worker import VOCAB_SIZE, chain_of, logprobs_of, oracle
+from tests.fakes.model_worker import VOCAB_SIZE, chain_of, logprobs_of, oracle, vector_of
 
 
 def beam_oracle(request: Request, max_model_len: int) -> list[Hypothesis]:
@@ -35,14 +35,15 @@ class Account:
         self.request = request
         self.hypotheses = beam_oracle(request, max_model_len)
         self.due = [list(hypothesis.token_ids) for hypothesis in self.hypotheses] or [
-            oracle(request, max_model_len, index) for index in range(request.num_samples)
+            [] if request.pooling is not None else oracle(request, max_model_len, index)
+            for index in range(request.num_samples)
         ]
         self.got: list[list[int]] = [[] for _ in self.due]
         self.live = set(range(len(self.due)))
 
     def resumed(self, rng: random.Random) -> Request:
         """The request as it comes from a worker that was lost, with some of its tokens; its account begins there."""
-        if self.hypotheses:
+        if self.hypotheses or self.request.pooling is not None:
             return self.request
         for index, due in enumerate(self.due):
             self.got[index] = due[: rng.randrange(len(due))]
@@ -72,6 +73,14 @@ class Account:
     def take(self, output: RequestOutput) -> None:
         """Record an output. It must be the next tokens of an index that has not ended."""
         index, request_id = output.index, output.request_id
+        if output.finish_reason is FinishReason.POOLED:
+            pooling, prompt = self.request.pooling, self.request.prompt_token_ids
+            assert pooling is not None and output.pooled is not None and not output.token_ids
+            due_vector = vector_of(chain_of(self.request, prompt), pooling)
+            assert output.pooled.tolist() == due_vector.tolist(), f"request {request_id} got another vector"
+            self.live.clear()
+            return
+        assert output.pooled is None, f"request {request_id} got a vector and has not ended"
         if output.finish_reason not in (None, FinishReason.LENGTH, FinishReason.STOP_TOKEN):
             assert not output.token_ids
             self.live.clear()  # returned with any of them, it ends them all
@@ -130,7 +139,11 @@ class Ledger:
             if output.finish_reason is not None:
                 self.ended_by[output.finish_reason] = self.ended_by.get(output.finish_reason, 0) + 1
             if not account.live:
-                self.num_finished += output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN)
+                self.num_finished += output.finish_reason in (
+                    FinishReason.LENGTH,
+                    FinishReason.STOP_TOKEN,
+                    FinishReason.POOLED,
+                )
                 self.close(request_id)
                 ended.append(request_id)
         return ended

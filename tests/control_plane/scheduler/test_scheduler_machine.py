@@ -19,6 +19,8 @@ from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import (
     BeamSearch,
     LoadSlot,
+    Pooling,
+    PoolingKind,
     RequestId,
     RequestOutput,
     SlotCommand,
@@ -30,7 +32,7 @@ from control_plane.scheduler.types import (
 )
 from tests.control_plane.scheduler.factories import make_adapter, make_limits, make_request
 from tests.control_plane.scheduler.ledger import Ledger
-from tests.fakes.model_worker import ModelWorker, steps_of
+from tests.fakes.model_worker import WIDTH, ModelWorker, steps_of
 
 ADAPTERS = [None, make_adapter("one", 60), make_adapter("two", 60), make_adapter("small", 20)]
 
@@ -49,7 +51,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, policy: Policy, num_host_blocks: int, swap_us_per_block: float, max_step_tokens: int, plan_depth: int
     ) -> None:
         limits = make_limits(
-            num_blocks=9, num_host_blocks=num_host_blocks, max_step_tokens=max_step_tokens, plan_depth=plan_depth
+            num_blocks=9,
+            num_host_blocks=num_host_blocks,
+            max_step_tokens=max_step_tokens,
+            plan_depth=plan_depth,
+            hidden_width=WIDTH,
         )
         chosen = SchedulerSettings(policy=policy, swap_us_per_block=swap_us_per_block, watermark=0.0)
         self.counters = VirtualCounters({"b": 2.0})
@@ -68,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         num_completions=st.sampled_from([1, 1, 2, 3]),
         is_search=st.booleans(),
+        pooling=st.sampled_from([None, None, *map(Pooling, PoolingKind)]),
         adapter_idx=st.integers(0, 3),
         tenant=st.sampled_from("ab"),
         priority=st.integers(0, 1),
@@ -79,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         num_completions: int,
         is_search: bool,
+        pooling: Pooling | None,
         adapter_idx: int,
         tenant: str,
         priority: int,
@@ -86,6 +94,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         if length + max_tokens >= 12:
             num_completions, is_search = 1, False  # more would not fit
+        if pooling is not None:
+            num_completions, is_search, max_tokens = 1, False, 1
         request = make_request(
             self.next_id,
             [5] * length if self.next_id % 2 else length,
@@ -93,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_samples=1 if is_search else num_completions,
             beam=BeamSearch(num_completions) if is_search else None,
             adapter=ADAPTERS[adapter_idx],
+            pooling=pooling,
             tenant=tenant,
             priority=priority,
             deadline_s=None if deadline_s is None else self.now_s + deadline_s,

@@ -27,6 +27,8 @@ from control_plane.scheduler.types import (
     Composition,
     EvictSlot,
     LoadSlot,
+    Pooling,
+    PoolingKind,
     Request,
     RequestId,
     RequestOutput,
@@ -39,7 +41,7 @@ from control_plane.scheduler.types import (
     WorkerLimits,
 )
 from tests.control_plane.scheduler.ledger import Ledger
-from tests.fakes.model_worker import VOCAB_SIZE, ModelWorker, steps_of
+from tests.fakes.model_worker import VOCAB_SIZE, WIDTH, ModelWorker, steps_of
 
 
 class Walk:
@@ -58,6 +60,7 @@ class Walk:
             max_model_len=rng.choice([12, 24, 200]),
             plan_depth=rng.choice([1, 2, 3, 4]),
             num_host_blocks=rng.choice([0, 4, 30]),
+            hidden_width=WIDTH,
         )
         self.settings = SchedulerSettings(
             policy=policy,
@@ -85,6 +88,7 @@ class Walk:
         self.max_live = rng.choice([3, 10, 30])
         self.now_s = 0.0
         self.next_id = 1
+        self.begun_pooling: set[RequestId] = set()  # requests for vectors that had a row
         self.ledger = Ledger(self.limits.max_model_len)
         self.live = self.ledger.accounts
         self.paused: set[RequestId] = set()
@@ -103,6 +107,7 @@ class Walk:
         self.num_withdrawn = 0  # requests taken back while they waited
         self.num_ended_before_move = 0  # cancelled before the plan that was to move their blocks, with steps under way
         self.num_combined = 0  # requests with several adapters
+        self.num_preempted_pooling = 0  # requests for vectors that had begun, and began again
         self.num_set_aside = 0  # requests that others could pass, for they lacked room
         self.num_preempted_for_room = 0  # requests that were preempted for one of those
         self.trace = hashlib.sha256() if has_trace else None
@@ -215,7 +220,7 @@ class Walk:
             request = replace(
                 request, beam=beam, num_samples=1, sampling=sampling, max_tokens=min(request.max_tokens, 12)
             )
-        request = self.with_adapters(request)
+        request = self.with_adapters(request) if rng.random() < 0.85 else self.pooled(request)
         self.next_id += 1
         try:
             make_group(request, self.scheduler.limits, 0)
@@ -227,6 +232,21 @@ class Walk:
         if rng.random() < 0.1:  # came from a worker that was lost
             request = account.resumed(rng)
         self.scheduler.add(request, self.now_s)
+
+    def pooled(self, request: Request) -> Request:
+        """The same prompt for a vector."""
+        num_labels = self.rng.choice([0, 3]) if request.adapter is not None else 0
+        kind = self.rng.choice(list(PoolingKind))
+        pooling = Pooling(PoolingKind.LAST if num_labels else kind, num_labels)
+        return replace(
+            request,
+            pooling=pooling,
+            max_tokens=1,
+            num_samples=1,
+            beam=None,
+            sampling=Sampling(),
+            stop_token_ids=frozenset(),
+        )
 
     def with_adapters(self, request: Request) -> Request:
         """Now and then the request combines adapters, or its adapter acts from some token on."""
@@ -291,6 +311,9 @@ class Walk:
             self.num_copies += len(plan.block_copies)
             self.num_fed += len(plan.fed_tokens)
             new_ids = [new.request_id for new in plan.new_rows]
+            pooling = {new.request_id for new in plan.new_rows if new.pooling is not None}
+            self.num_preempted_pooling += len(pooling & self.begun_pooling)
+            self.begun_pooling |= pooling
             self.num_groups_swapped_in += len(plan.swap_ins) > 0 and len(new_ids) > len(set(new_ids))
             self.num_steps += plan.num_steps
             if self.trace is not None:
@@ -302,6 +325,7 @@ class Walk:
         result = self.worker.execute(self.sent.popleft())
         if result.rows and self.rng.random() < self.not_finite_rate:
             idx = self.rng.randrange(len(result.rows))
+            result.pooled.pop(result.rows[idx], None)
             result = replace(
                 result,
                 rows=result.rows[:idx] + result.rows[idx + 1 :],
