@@ -225,6 +225,9 @@ class ServerConfig:
         shown_default=f"{DEFAULT_MAX_CONNECTIONS}, or what the limit of open files leaves",
         lowest=1,
     )
+    frontends: int = setting(
+        "processes that hold the connections of clients; 0: this process does", 0, unit="a count", lowest=0, highest=64
+    )
     no_reflection: bool = setting("leave the gRPC reflection service out", False, shown_default="the service is there")
     log_level: str = setting("debug, info, warning or error", "info", choices=LOG_LEVELS)
     access: AccessSettings = group(AccessSettings)

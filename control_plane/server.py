@@ -60,6 +60,7 @@ from control_plane.errors import MotetError
 from control_plane.fleet.assembly import assemble
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
+from control_plane.frontends.assembly import ClientPort, bind_clients, client_port
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
@@ -208,7 +209,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     if not config.no_reflection:
         reflection.add_to_server([part.SERVICE_NAME for part in _REFLECTED], clients)
     _start(watcher, stack)
-    client_address = listeners.bind(clients, config.listen, transport.client_credentials)
+    client_address = bind_clients(clients, config.listen, transport.client_credentials)
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await asyncio.gather(clients.start(), workers.start())
     begin(stack, _restore(life_cycle), Keeper(registry, life_cycle, fleet.unloads.has_requests).run())
@@ -248,7 +249,7 @@ def _start(watcher: FileWatcher, stack: contextlib.AsyncExitStack) -> None:
     stack.push_async_callback(watcher.close)
 
 
-def _offer(server: grpc.aio.Server, *services: tuple[Any, object]) -> None:
+def _offer(server: ClientPort, *services: tuple[Any, object]) -> None:
     """Let a server offer services, each given as the stub's function that adds it, and the servicer."""
     for add, servicer in services:
         add(servicer, server)
@@ -326,12 +327,12 @@ def _make_ports(
     transport: Transport,
     audit: AuditLog,
     stack: contextlib.AsyncExitStack,
-) -> tuple[grpc.aio.Server, grpc.aio.Server]:
+) -> tuple[ClientPort, grpc.aio.Server]:
     """The server of the clients' port and that of the workers' port, neither listening yet."""
-    clients = listeners.client_server(
-        max_streams_per_connection=config.max_streams_per_connection,
-        max_concurrent_rpcs=config.max_concurrent_rpcs,
+    clients = client_port(
+        config,
         max_connections=max_connections,
+        max_concurrent_rpcs=config.max_concurrent_rpcs,
         # A response is written in a moment where the client reads; that moment it gets in any case.
         write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
         identify=Callers(authenticator),

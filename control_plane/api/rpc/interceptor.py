@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from control_plane.access.principal import Principal
 from control_plane.api.rpc.callers import Callers
 from control_plane.api.rpc.error_status import DETAILS_KEY, internal_status, status_proto
+from control_plane.api.rpc.remote_context import RemoteContext
 from control_plane.api.rpc.rpc_limits import RpcLimits
 from control_plane.awake import AwakeClock, AwakeTimeout
 from control_plane.caller import Caller, acting_as
@@ -149,6 +150,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
             await self._write(await result if inspect.isawaitable(result) else result, context)
 
     async def _write(self, message: Any, context: Context) -> None:
+        remote: object = context
+        if isinstance(remote, RemoteContext) and remote.write_at_once(message):
+            return
         try:
             async with self._write_limit():
                 await context.write(message)

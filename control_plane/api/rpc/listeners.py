@@ -59,34 +59,40 @@ def common_options() -> list[Option]:
     ]
 
 
-def client_server(
-    *,
-    max_streams_per_connection: int,
-    max_concurrent_rpcs: int,
-    max_connections: int,
-    write_timeout_s: float,
-    request_timeout_s: float = REQUEST_TIMEOUT_S,
-    identify: Identify | None = None,
-    guard: Guard | None = None,
-    on_refused: OnRefused | None = None,
-) -> grpc.aio.Server:
-    """A server for the clients' port. Time limits, `identify`, `guard` and `on_refused` are those of RpcInterceptor."""
-    options = [
+def client_options(*, max_streams_per_connection: int, max_connections: int) -> list[Option]:
+    """Settings of the clients' port, of one process that listens there."""
+    return [
         *common_options(),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", max_streams_per_connection),
         ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
     ]
-    limits = RpcLimits(max_concurrent_rpcs)
-    interceptor = RpcInterceptor(
-        limits,
+
+
+def client_interceptor(
+    *,
+    max_concurrent_rpcs: int,
+    write_timeout_s: float,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+    identify: Identify | None = None,
+    guard: Guard | None = None,
+    on_refused: OnRefused | None = None,
+) -> RpcInterceptor:
+    """What every RPC of the clients' port goes through. The arguments but the first are those of RpcInterceptor."""
+    return RpcInterceptor(
+        RpcLimits(max_concurrent_rpcs),
         write_timeout_s=write_timeout_s,
         request_timeout_s=request_timeout_s,
         identify=identify,
         guard=guard,
         on_refused=on_refused,
     )
-    return _server(options, interceptor)
+
+
+def client_server(*, max_streams_per_connection: int, max_connections: int, **settings: Any) -> grpc.aio.Server:
+    """A server for the clients' port. `settings` are those of client_interceptor."""
+    options = client_options(max_streams_per_connection=max_streams_per_connection, max_connections=max_connections)
+    return _server(options, client_interceptor(**settings))
 
 
 def worker_server(
@@ -109,30 +115,30 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
 
     Raises OSError with the reason and what to do.
     """
-    _try_to_bind(address)
+    try_to_bind(address)
     try:
         if credentials is None:
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise _cannot_listen(address, "gRPC gives no reason") from error
+        raise cannot_listen(address, "gRPC gives no reason") from error
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _try_to_bind(address: str) -> None:
+def try_to_bind(address: str) -> None:
     """Raise OSError where no socket can be bound. gRPC would say so in its own log and not tell the reason."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise _cannot_listen(address, str(error.strerror)) from error
+        raise cannot_listen(address, str(error.strerror)) from error
     errors = [failure for failure in map(_bind_error, found) if failure is not None]
     in_use = next((failure for failure in errors if failure.errno == errno.EADDRINUSE), None)
     # One of several addresses of a name may be missing, as that of IPv6 where it is turned off; gRPC takes the others.
     if in_use is not None or len(errors) == len(found):
         worst = in_use or errors[0]
-        raise _cannot_listen(address, str(worst.strerror)) from worst
+        raise cannot_listen(address, str(worst.strerror)) from worst
 
 
 def _bind_error(entry: tuple[Any, ...]) -> OSError | None:
@@ -148,7 +154,7 @@ def _bind_error(entry: tuple[Any, ...]) -> OSError | None:
     return None
 
 
-def _cannot_listen(address: str, reason: str) -> OSError:
+def cannot_listen(address: str, reason: str) -> OSError:
     return OSError(
         f"cannot listen on {address}: {reason}; give another address with --listen or --worker-listen, or end what "
         "listens there"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -25,7 +25,14 @@ SERVICE_NAMES = (f"{_PACKAGE}.ServerReflection", _ALPHA_NAME)
 IDLE_TIMEOUT_S = 30.0
 
 
-def add_to_server(service_names: Iterable[str], server: grpc.aio.Server) -> None:
+class HandlesRpcs(Protocol):
+    """What serves RPCs: a server of grpc.aio, or what takes its place."""
+
+    def add_generic_rpc_handlers(self, handlers: Any, /) -> None:
+        """Offer the methods of these handlers."""
+
+
+def add_to_server(service_names: Iterable[str], server: HandlesRpcs) -> None:
     """Serve reflection of these services and of itself on `server`."""
     _describe_v1()
     servicer = ReflectionService([*service_names, *SERVICE_NAMES])

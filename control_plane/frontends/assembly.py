@@ -1,0 +1,48 @@
+"""The clients' port as the settings say: in this process, or in front ends."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from control_plane.api.rpc import listeners
+from control_plane.config import ServerConfig
+from control_plane.frontends.port import FrontendPort
+from control_plane.frontends.setup import FrontendSetup
+
+REUSE_PORT = "grpc.so_reuseport"
+ClientPort: TypeAlias = grpc.aio.Server | FrontendPort
+
+
+def client_port(
+    config: ServerConfig, *, max_connections: int, write_timeout_s: float, **interceptor: Any
+) -> ClientPort:
+    """The port, not yet listening. `interceptor`: further arguments of listeners.client_interceptor."""
+    num_frontends, max_streams = config.frontends, config.max_streams_per_connection
+    interceptor["write_timeout_s"] = write_timeout_s
+    if not num_frontends:
+        return listeners.client_server(
+            max_streams_per_connection=max_streams, max_connections=max_connections, **interceptor
+        )
+    # Connections come to the front ends by chance; each takes its part, so that all together take no more.
+    part = max(max_connections // num_frontends, 1)
+    options = listeners.client_options(max_streams_per_connection=max_streams, max_connections=part)
+    access = config.access
+    setup = FrontendSetup(
+        options=(*((name, value) for name, value in options if name != REUSE_PORT), (REUSE_PORT, 1)),
+        write_timeout_s=write_timeout_s,
+        tls_cert=None if access.tls_cert is None else str(access.tls_cert.absolute()),
+        tls_key=None if access.tls_key is None else str(access.tls_key.absolute()),
+        tls_client_ca=None if access.tls_client_ca is None else str(access.tls_client_ca.absolute()),
+        log_level=config.log_level,
+    )
+    return FrontendPort(listeners.client_interceptor(**interceptor), num_frontends, setup)
+
+
+def bind_clients(port: ClientPort, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    """Take the address; HOST:PORT with the port that was taken. Raises OSError."""
+    if isinstance(port, FrontendPort):
+        return port.bind(address)
+    return listeners.bind(port, address, credentials)
