@@ -103,7 +103,7 @@ faults: setup  ## ROUNDS=1000 rounds of faults under load, by SEED=0; a table an
 kills: setup  ## ROUNDS=1000 kills of a registry at random moments, by SEED=0; what was acknowledged has to be there
 	OMP_NUM_THREADS=1 $(PY) -m tests.hostile.kills --rounds $(ROUNDS) --seed $(SEED)
 
-churn: setup  ## adapters of mixed kinds come, go and move for SECONDS=3600, by SEED=0; every stream is compared with PEFT
+churn: setup  ## adapters of all kinds come, go and move for SECONDS=3600, by SEED=0 (odd: no experts); compared with PEFT
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -W ignore -m tests.hostile.churn --seconds $(SECONDS) --seed $(SEED)
 
 mutate: setup  ## small faults in MODULES="a.py b.py", MUTANTS=20 of each by SEED=0; names those that no test notices

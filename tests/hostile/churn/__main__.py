@@ -11,7 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.hostile.churn.kinds import kinds_of
 from tests.hostile.churn.world import World
+
+ARCHS = ("mixtral", "llama")
 
 
 def main() -> int:
@@ -20,10 +23,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--adapters", type=int, default=64)
+    parser.add_argument(
+        "--arch",
+        choices=ARCHS,
+        help="the base model: mixtral has all kinds, llama those without experts; the default is by the seed",
+    )
     options = parser.parse_args()
-    print(f"seed {options.seed}: making {options.adapters} adapters with PEFT", flush=True)
+    arch = options.arch or ARCHS[options.seed % len(ARCHS)]
+    print(f"seed {options.seed}: making {options.adapters} adapters of {len(kinds_of(arch))} kinds, {arch}", flush=True)
     with tempfile.TemporaryDirectory(prefix="motet-churn-") as directory:
-        world = World(Path(directory), seed=options.seed, num_adapters=options.adapters)
+        world = World(Path(directory), seed=options.seed, num_adapters=options.adapters, arch=arch)
         with world:
             begin_s = time.monotonic()
             while (past_s := time.monotonic() - begin_s) < options.seconds:

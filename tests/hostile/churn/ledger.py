@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -93,3 +93,8 @@ class Ledger:
         self.count("streams")
         if tuple(found) != due[: len(found)] or len(found) != len(due):
             self.blame(f"{what}: tokens {found} where {list(due)} are due")
+
+    def check_values(self, what: str, found: Sequence[float], due: Sequence[float], tolerance: float) -> None:
+        """The numbers of an embedding or of classes."""
+        if len(found) != len(due) or max(abs(one - other) for one, other in zip(found, due, strict=True)) > tolerance:
+            self.blame(f"{what}: {list(found)[:4]} where {list(due)[:4]} are due")

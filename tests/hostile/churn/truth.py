@@ -1,4 +1,4 @@
-"""What each version of each adapter generates, by transformers and PEFT; and which kinds of adapters there are."""
+"""What each version of each adapter generates, embeds and classifies, by transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -9,32 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
-from tests.makers import make_adapter, make_prompt
+from tests.e2e.test_scheduled_pooling import classes_of
+from tests.hostile.churn.kinds import NUM_LABELS, TOOL, Kind, Made, make
+from tests.makers import make_prompt
 from tests.oracle import MIN_GAP, Oracle
 
 NUM_TOKENS = 10
 NUM_PROMPTS = 3
-VOCAB_SIZE = 256
-SOME = ["q_proj", "v_proj", "down_proj"]
-BOTH = ["embed_tokens", "lm_head"]
-
-# Fields of LoraConfig and of make_adapter. `resize`: the size of the vocabulary that it was trained with.
-KINDS: dict[str, dict[str, Any]] = {
-    "lora": {"rank": 8, "targets": SOME},
-    "all linears": {"rank": 3},
-    "rslora": {"rank": 5, "targets": SOME, "rslora": True},
-    "dora": {"rank": 4, "targets": SOME, "use_dora": True},
-    "lora bias": {"rank": 4, "targets": ["q_proj", "v_proj"], "lora_bias": True},
-    "embedding and head": {"rank": 4, "targets": ["v_proj", *BOTH]},
-    "head saved": {"rank": 4, "targets": SOME, "modules_to_save": ["lm_head"]},
-    "both saved": {"rank": 2, "targets": SOME, "modules_to_save": BOTH},
-    "trained tokens": {"rank": 4, "targets": SOME, "trainable_token_indices": [9, 5, 77]},
-    "added tokens": {"rank": 4, "targets": SOME, "resize": 260},
-    "one layer": {"rank": 6, "targets": SOME, "layers_to_transform": [1]},
-    "ranks": {"rank": 4, "targets": SOME, "rank_pattern": {"q_proj": 9}, "alpha_pattern": {"v_proj": 3}},
-    "activated": {"rank": 4, "targets": SOME, "alora_invocation_tokens": [201, 17, 202]},
-}
+LENGTHS = (3, 9, 24)
+LONG_LENGTHS = (3, 24, 110)  # of adapters for longer contexts than the base model is served with
+WORDS = ("the", "in", "an", "over", "note")
 
 
 @dataclass(frozen=True)
@@ -43,6 +29,11 @@ class Known:
 
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
+    text: str = ""  # if it is not empty: what is sent in place of the token ids
+
+    @property
+    def sent(self) -> str | tuple[int, ...]:
+        return self.text or self.prompt
 
 
 @dataclass
@@ -50,8 +41,10 @@ class Version:
     """One version of an adapter: files, and what it generates."""
 
     kind: str
-    directory: Path
+    made: Made
     known: list[Known] = field(default_factory=list)
+    classes: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)  # logits by prompt
+    states: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)  # embeddings by prompt
     digest: str = ""  # once it is registered
 
 
@@ -64,29 +57,50 @@ class Combined:
     known: Known
 
 
-def make_version(directory: Path, checkpoint: Path, kind: str, seed: int) -> Version:
+def make_version(directory: Path, checkpoint: Path, name: str, kind: Kind, seed: int) -> Version:
     """A version with random weights, and its completions of a few prompts."""
-    form = dict(KINDS[kind])
-    version = Version(kind, make_adapter(directory, checkpoint, seed=seed, **form))
-    version.known = complete(checkpoint, version.directory, kind, seed)
-    assert version.known, f"no prompt of {kind!r} has a completion that rounding cannot change"
+    version = Version(name, make(kind, directory, checkpoint, seed))
+    version.known = complete(version.made.checkpoint, version.made.peft, kind, seed)
+    assert version.known, f"no prompt of {name!r} has a completion that rounding cannot change"
+    prompts = [tuple(make_prompt(seed + index, length, vocab_size=250)) for index, length in enumerate(LENGTHS)]
+    if kind.is_classifier:
+        for prompt in prompts:
+            logits = classes_of(checkpoint, version.made.served, prompt, NUM_LABELS)
+            version.classes[prompt] = tuple(logits.tolist())
+    elif kind.is_body:
+        assert version.made.peft is not None
+        oracle = Oracle(checkpoint, {"own": version.made.peft})
+        for prompt in prompts:
+            state = oracle.hidden(prompt, "own")[-1]
+            version.states[prompt] = tuple((state / state.norm()).tolist())
     return version
 
 
-def complete(checkpoint: Path, directory: Path | None, kind: str, seed: int) -> list[Known]:
-    """Greedy completions of random prompts that hold what the kind reacts to; none for the base model's kind, ""."""
+def complete(checkpoint: Path, directory: Path | None, kind: Kind, seed: int) -> list[Known]:
+    """Greedy completions of random prompts that hold what the kind reacts to; of the model itself without a directory.
+
+    Half of the prompts of an adapter with a tokenizer are texts.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    form = KINDS.get(kind, {})
-    size = form.get("resize", VOCAB_SIZE)
     base: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
-    if size != VOCAB_SIZE:
-        base.resize_token_embeddings(size, mean_resizing=False)
+    if "resize" in kind.form:
+        base.resize_token_embeddings(kind.vocab_size, mean_resizing=False)
     model: Any = (base if directory is None else PeftModel.from_pretrained(base, str(directory))).eval()
-    draw, found = random.Random(seed), []
-    for _ in range(4 * NUM_PROMPTS):
-        prompt = prompt_of(kind, draw.randrange(1 << 30), draw.choice((3, 9, 24)))
+    draw, found = random.Random(seed), list[Known]()
+    lengths = LONG_LENGTHS if kind.rope else LENGTHS
+    for number in range(4 * NUM_PROMPTS):
+        text = ""
+        if kind.has_tokenizer and number % 2 == 0:
+            assert directory is not None
+            text = " ".join(draw.choice((*WORDS, TOOL)) for _ in range(draw.randrange(2, 7))) + TOOL
+            prompt = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(text).ids
+            assert kind.vocab_size - 1 in prompt, "the text has not the adapter's token"
+        else:
+            prompt = prompt_of(
+                kind, draw.randrange(1 << 30), lengths[number % 3] if kind.rope else draw.choice(lengths)
+            )
         inputs = torch.tensor([prompt])
         with torch.no_grad():
             output = model.generate(
@@ -101,26 +115,26 @@ def complete(checkpoint: Path, directory: Path | None, kind: str, seed: int) -> 
             )
         top = torch.stack(output.logits).squeeze(1).topk(2).values
         if float((top[:, 0] - top[:, 1]).min()) >= MIN_GAP:
-            found.append(Known(tuple(prompt), tuple(output.sequences[0, len(prompt) :].tolist())))
+            found.append(Known(tuple(prompt), tuple(output.sequences[0, len(prompt) :].tolist()), text))
         if len(found) == NUM_PROMPTS:
             break
     return found
 
 
-def prompt_of(kind: str, seed: int, length: int) -> list[int]:
+def prompt_of(kind: Kind, seed: int, length: int) -> list[int]:
     """With tokens that the kind changes, or that it alone has."""
-    form = KINDS.get(kind, {})
     prompt = make_prompt(seed, length, vocab_size=250)
     prompt[0], prompt[-1] = 9, 5
-    if (size := form.get("resize", VOCAB_SIZE)) > VOCAB_SIZE:
-        prompt[1] = size - 1
-    return [*prompt, *form.get("alora_invocation_tokens", []), 7]
+    if "resize" in kind.form:
+        prompt[1] = kind.vocab_size - 1
+    return [*prompt, *kind.invocation, 7]
 
 
 def combine(checkpoint: Path, versions: Sequence[Version], seed: int) -> list[Combined]:
     """Combinations of two to four of these versions, and of one with a scale."""
     draw, found = random.Random(seed), []
-    oracle = Oracle(checkpoint, {version.digest[:16]: version.directory for version in versions})
+    paths = {version.digest[:16]: version.made.peft for version in versions}
+    oracle = Oracle(checkpoint, {name: path for name, path in paths.items() if path is not None})
     for number in range(8):
         some = draw.sample(list(versions), 1 + number % 4)
         scales = {version.digest: draw.choice((-0.8, 0.5, 0.7, 1.0)) for version in some}

@@ -6,36 +6,30 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from motet import (
-    AdapterTier,
-    AdapterUse,
-    Client,
-    DeadlineExceeded,
-    FailedPrecondition,
-    NotFound,
-    ResourceExhausted,
-    Unavailable,
-)
+from motet import AdapterTier, Client, DeadlineExceeded, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from safetensors.numpy import load_file
 
 from tests.e2e.harness import System, active_version, wait_until
+from tests.hostile.churn.kinds import CONFIG, WEIGHTS, Kind, kinds_of
 from tests.hostile.churn.ledger import Ledger, Name
-from tests.hostile.churn.truth import KINDS, NUM_TOKENS, Combined, Version, combine, complete, make_version
-from tests.makers import make_checkpoint, make_prompt, make_tokenizer
+from tests.hostile.churn.requests import TIMEOUT_S, Requests
+from tests.hostile.churn.truth import NUM_TOKENS, Version, combine, complete, make_version
+from tests.makers import make_checkpoint, make_tokenizer
 
 ARENA_ADAPTERS = 4
 NUM_STABLE = 4  # of plain LoRA, which combinations use: they stay as they are
 WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "72", "--max-rows", "12"]
-WORKER_FLAGS += ["--max-model-len", "96", "--num-slots", "6", "--host-kv-bytes", "2MiB", "--token-budget", "24"]
+WORKER_FLAGS += ["--max-model-len", "96", "--max-adapter-model-len", "160", "--num-slots", "6"]
+WORKER_FLAGS += ["--host-kv-bytes", "2MiB", "--token-budget", "24"]
 CONTROL_FLAGS = ["--swap-us-per-block", "0.1", "--dtype", "float32"]
-TIMEOUT_S = 120.0
-VECTOR_TOLERANCE = 1e-4  # of values of vectors of length 1: sums of another order
+TASK_ADAPTERS = 3  # that the cache of task ids has room for
 FAULT_PAUSE_S = 10.0
 STREAM_THREADS, CHANGE_THREADS = 6, 2
 
@@ -43,49 +37,47 @@ STREAM_THREADS, CHANGE_THREADS = 6, 2
 class World:
     """A context manager. `run` may be called again and again."""
 
-    def __init__(self, work_dir: Path, *, seed: int, num_adapters: int, num_versions: int = 2) -> None:
+    def __init__(
+        self, work_dir: Path, *, seed: int, num_adapters: int, num_versions: int = 2, arch: str = "llama"
+    ) -> None:
         """`num_versions`: of each name, at most, each with weights of its own."""
-        self.model_dir = make_tokenizer(make_checkpoint(work_dir / "model", arch="llama"))
+        self.model_dir = make_tokenizer(make_checkpoint(work_dir / "model", arch=arch))
         self._work_dir = work_dir
         self._seed = seed
-        self._base = complete(self.model_dir, None, "", seed)
-        kinds = list(KINDS)
+        kinds = kinds_of(arch)
+        names = list(kinds)
         self.versions: dict[str, list[Version]] = {}
         for number in range(num_adapters):
-            kind = "lora" if number < NUM_STABLE else kinds[number % len(kinds)]
+            kind = names[0] if number < NUM_STABLE else names[number % len(names)]
             self.versions[f"churn-{number}"] = [
-                make_version(work_dir / f"a{number}v{index}", self.model_dir, kind, seed + 100 * number + index)
+                make_version(
+                    work_dir / f"a{number}v{index}", self.model_dir, kind, kinds[kind], seed + 100 * number + index
+                )
                 for index in range(1 if number < NUM_STABLE else num_versions)
             ]
         self.ledger = Ledger(list(self.versions))
         self._by_digest: dict[str, Version] = {}
-        self._first: dict[
-            tuple[str, tuple[int, ...], int], tuple[int, ...]
-        ] = {}  # samples, by version, prompt and seed
-        self._vectors: dict[tuple[str, tuple[int, ...]], tuple[float, ...]] = {}  # by version and prompt
-        self._combined: list[Combined] = []
         self._stack = ExitStack()
         self.client: Client
         self.system: System
+        self.requests: Requests
 
     def __enter__(self) -> Self:
+        base = complete(self.model_dir, None, Kind(), self._seed)
+        largest = max(size_of(version) for versions in self.versions.values() for version in versions)
+        self._arena_bytes = ARENA_ADAPTERS * largest
+        flags = [*CONTROL_FLAGS, "--task-cache-bytes", str(TASK_ADAPTERS * largest)]
         with ExitStack() as stack:
-            self.system = stack.enter_context(System(self.model_dir, self._work_dir, control_flags=CONTROL_FLAGS))
+            self.system = stack.enter_context(System(self.model_dir, self._work_dir, control_flags=flags))
             self.client = self.system.client()
-            sizes = []
-            for name, versions in self.versions.items():
-                for version in reversed(versions):
-                    registered = active_version(self.client.adapters.register(name, version.directory))
-                    version.digest = registered.digest
-                    self._by_digest[registered.digest] = version
-                    self.ledger.names[name].digests.add(registered.digest)
-                    sizes.append(registered.size_bytes)
-                self.ledger.names[name].active = versions[0].digest
+            # Only a worker knows how a mixture computes its experts: registration follows what it reports.
+            self._start_worker("w0", wait=True)
+            self._start_worker("w1")
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(self._register_first, self.versions))
             stable = [versions[0] for versions in list(self.versions.values())[:NUM_STABLE]]
-            self._combined = combine(self.model_dir, stable, self._seed)
-            self._arena_bytes = ARENA_ADAPTERS * max(sizes)
-            for worker_id in ("w0", "w1"):
-                self._start_worker(worker_id)
+            combined = combine(self.model_dir, stable, self._seed)
+            self.requests = Requests(self.client, self.ledger, self.versions, base, combined)
             wait_until(lambda: len(self.client.status().workers) == 2, "both workers are attached", TIMEOUT_S)
             self._stack = stack.pop_all()
         return self
@@ -95,9 +87,18 @@ class World:
     ) -> None:
         self._stack.__exit__(kind, value, traceback)
 
-    def _start_worker(self, worker_id: str) -> None:
+    def _register_first(self, name: str) -> None:
+        """All versions of a name. The first one is active at the end."""
+        entry, versions = self.ledger.names[name], self.versions[name]
+        for version in reversed(versions):
+            version.digest = active_version(self.client.adapters.register(name, version.made.served)).digest
+            self._by_digest[version.digest] = version
+            entry.digests.add(version.digest)
+        entry.active = versions[0].digest
+
+    def _start_worker(self, worker_id: str, *, wait: bool = False) -> None:
         flags = [*WORKER_FLAGS, "--arena-bytes", str(self._arena_bytes)]
-        self.system.start_worker(worker_id, flags, wait=False)
+        self.system.start_worker(worker_id, flags, wait=wait)
 
     # ---- the run ----
 
@@ -106,7 +107,7 @@ class World:
         end_s = time.monotonic() + seconds
         draw = random.Random(self._seed)
         # What each thread does, and its mean pause in seconds.
-        tasks: list[tuple[Callable[[random.Random], None], float]] = [(self._stream, 0.0)] * STREAM_THREADS
+        tasks: list[tuple[Callable[[random.Random], None], float]] = [(self.requests.send, 0.0)] * STREAM_THREADS
         tasks += [(self._change, pace_s)] * CHANGE_THREADS
         if with_faults:
             tasks.append((self._fault, FAULT_PAUSE_S))
@@ -133,10 +134,10 @@ class World:
         """At the end: every name is what the ledger says, and generates as itself."""
         for name, entry in self.ledger.names.items():
             view = self.ledger.look(name)
-            known = self._by_digest[entry.active].known[0] if entry.active else self._base[0]
+            known = (self._by_digest[entry.active] if entry.active else self.versions[name][0]).known[0]
             try:
                 stream = self.client.generate(
-                    known.prompt, adapter=name, max_tokens=NUM_TOKENS, ignore_eos=True, timeout_s=TIMEOUT_S
+                    known.sent, adapter=name, max_tokens=NUM_TOKENS, ignore_eos=True, timeout_s=TIMEOUT_S
                 )
                 found = stream.result()
             except NotFound:
@@ -144,123 +145,6 @@ class World:
                 continue
             self.ledger.check_version(view, found.started.adapter_digest)
             self.ledger.check_tokens(f"{name} at rest", list(found.token_ids), known.token_ids)
-
-    # ---- requests ----
-
-    def _stream(self, draw: random.Random) -> None:
-        """One request: of a name, of the base, or of a combination."""
-        chance = draw.random()
-        try:
-            if chance < 0.1:
-                self._request_base(draw)
-            elif chance < 0.25:
-                self._request_combined(draw)
-            elif chance < 0.35:
-                self._request_sampled(draw)
-            elif chance < 0.4:
-                self._request_vector(draw)
-            else:
-                self._request_name(draw)
-        except (Unavailable, ResourceExhausted, DeadlineExceeded, FailedPrecondition) as error:
-            self.ledger.count(f"refused: {type(error).__name__}")
-
-    def _request_base(self, draw: random.Random) -> None:
-        known = draw.choice(self._base)
-        found = self.client.generate(known.prompt, max_tokens=NUM_TOKENS, ignore_eos=True, timeout_s=TIMEOUT_S).result()
-        self.ledger.check_tokens("base", list(found.token_ids), known.token_ids)
-
-    def _request_combined(self, draw: random.Random) -> None:
-        chosen = draw.choice(self._combined)
-        names = {versions[0].digest: name for name, versions in self.versions.items()}
-        uses = [AdapterUse(names[digest], scale, digest) for digest, scale in chosen.scales.items()]
-        found = self.client.generate(
-            chosen.known.prompt,
-            adapters=uses,
-            combination="linear" if chosen.combination == "linear" else None,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            timeout_s=TIMEOUT_S,
-        ).result()
-        self.ledger.check_tokens(f"combination of {len(uses)}", list(found.token_ids), chosen.known.token_ids)
-
-    def _request_sampled(self, draw: random.Random) -> None:
-        """A version's tokens by a seed are those of the first time, whatever happened meanwhile."""
-        name = draw.choice(list(self.versions))
-        version, seed = self.versions[name][0], draw.randrange(3)
-        view = self.ledger.look(name)
-        try:
-            found = self.client.generate(
-                version.known[0].prompt,
-                adapter=name,
-                temperature=1.3,
-                seed=seed,
-                max_tokens=NUM_TOKENS,
-                ignore_eos=True,
-                timeout_s=TIMEOUT_S,
-            ).result()
-        except NotFound:
-            self.ledger.check_missing(view)
-            return
-        digest = found.started.adapter_digest
-        self.ledger.check_version(view, digest)
-        first = self._first.setdefault((digest, version.known[0].prompt, seed), found.token_ids)
-        self.ledger.check_tokens(f"{name}, sampled", list(found.token_ids), first)
-
-    def _request_vector(self, draw: random.Random) -> None:
-        """The embedding of a prompt is that of the first time, up to rounding."""
-        name = draw.choice([name for name, versions in self.versions.items() if versions[0].kind != "activated"])
-        prompt = make_prompt(draw.randrange(3), 12)
-        view = self.ledger.look(name)
-        try:
-            found = self.client.embed(prompt, adapter=name, timeout_s=TIMEOUT_S)
-        except NotFound:
-            self.ledger.check_missing(view)
-            return
-        self.ledger.check_version(view, found.adapter_digest)
-        values = found.embeddings[0].values
-        first = self._vectors.setdefault((found.adapter_digest, tuple(prompt)), values)
-        self.ledger.count("vectors")
-        if max(abs(one - other) for one, other in zip(values, first, strict=True)) > VECTOR_TOLERANCE:
-            self.ledger.blame(f"{name}: another embedding than before")
-
-    def _request_name(self, draw: random.Random) -> None:
-        """The prompt is one of the version that is likely to be active; another version's tokens are not known."""
-        name = draw.choice(list(self.versions))
-        view = self.ledger.look(name)
-        expected = self._by_digest.get(view.active) or self.versions[name][0]
-        known = draw.choice(expected.known)
-        num_cancelled = draw.randrange(1, NUM_TOKENS) if draw.random() < 0.1 else 0
-        pinned = view.active if draw.random() < 0.2 else ""
-        stream = self.client.generate(
-            known.prompt,
-            adapter=name,
-            adapter_digest=pinned,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            timeout_s=TIMEOUT_S,
-        )
-        try:
-            token_ids, digest = list[int](), ""
-            for chunk in stream:
-                token_ids += chunk.token_ids
-                digest = chunk.adapter_digest
-                if num_cancelled and len(token_ids) >= num_cancelled:
-                    break
-        except NotFound:
-            self.ledger.check_missing(view)
-            return
-        finally:
-            stream.close()
-        if pinned and digest != pinned:
-            self.ledger.blame(f"{name}: version {digest[:12]} where {pinned[:12]} is pinned")
-        self.ledger.check_version(view, digest)
-        if digest == expected.digest:
-            due: Sequence[int] = known.token_ids
-            if num_cancelled and len(token_ids) < NUM_TOKENS:
-                due = due[: len(token_ids)]
-            self.ledger.check_tokens(f"{name}, {expected.kind}", token_ids, tuple(due))
-        else:
-            self.ledger.count("streams of a version that changed")
 
     # ---- changes ----
 
@@ -278,13 +162,15 @@ class World:
 
     def _register(self, draw: random.Random, name: str, entry: Name) -> None:
         version = draw.choice(self.versions[name])
-        entry.active = active_version(self.client.adapters.register(name, version.directory)).digest
+        entry.active = active_version(self.client.adapters.register(name, version.made.served)).digest
         self._check_digest(name, version, entry.active)
 
     def _push(self, draw: random.Random, name: str, entry: Name) -> None:
         version = draw.choice(self.versions[name])
-        config = (version.directory / "adapter_config.json").read_bytes()
-        tensors = load_file(version.directory / "adapter_model.safetensors")
+        if (pushed_dir := version.made.pushed) is None:
+            return
+        config = (pushed_dir / CONFIG).read_bytes()
+        tensors = load_file(pushed_dir / WEIGHTS)
         pushed = self.client.adapters.push(name, config, tensors)
         entry.active = active_version(pushed.adapter).digest
         self._check_digest(name, version, entry.active)
@@ -357,3 +243,8 @@ class World:
             worker.send(signal.SIGCONT)
         else:
             self.system.redis_process().send_signal(signal.SIGKILL)
+
+
+def size_of(version: Version) -> int:
+    """Bytes of its largest file, which is what its weights take, or a little more."""
+    return max(path.stat().st_size for path in version.made.served.iterdir())
