@@ -17,6 +17,7 @@ from contract.fingerprint import checkpoint_fingerprint
 from contract.hello_bounds import MAX_BLOCKS, MAX_HOST_BLOCKS
 from contract.process_log import shown
 from data_plane.adapters.arena.adapter_arena import AdapterArena
+from data_plane.adapters.arena.slots import table_bytes
 from data_plane.config import WorkerConfig
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
@@ -231,6 +232,7 @@ def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device,
     return fitting_blocks(
         bytes_per_block,
         arena_bytes=config.arena_bytes,
+        table_bytes=table_bytes(loaded.targets(), config.num_slots, config.max_rows * MAX_ROW_ADAPTERS),
         host_kv_bytes=config.host_kv_bytes,
         device=device,
         most=min(config.max_rows * -(-length // config.block_size), MAX_BLOCKS),

@@ -151,16 +151,17 @@ def fitting_blocks(
     host_kv_bytes: int,
     device: torch.device,
     most: int,
+    table_bytes: int = 0,
     free_bytes: Callable[[], int] = free_host_bytes,
 ) -> int:
-    """Blocks that free memory holds beside the arena, and on the CPU beside the swapped-out blocks; at most `most`.
+    """Blocks that free memory holds beside the arena with its slot table; at most `most`.
 
-    Raises ConfigError if not one fits.
+    On the CPU also beside the swapped-out blocks. Raises ConfigError if not one fits.
     """
     free, share = free_bytes_on(device, free_bytes), CPU_SHARE
     if device.type == "cuda":
         share, host_kv_bytes = CUDA_SHARE, 0
-    num_blocks = int(max(free - arena_bytes - host_kv_bytes, 0) * share) // bytes_per_block
+    num_blocks = int(max(free - arena_bytes - table_bytes - host_kv_bytes, 0) * share) // bytes_per_block
     if num_blocks < 1:
         also = f" and --host-kv-bytes {host_kv_bytes}" if host_kv_bytes else ""
         raise ConfigError(

@@ -30,6 +30,8 @@ class ScaledColumns:
             return slot
         key = (slot, generation, scale, is_linear)
         if key not in self._columns:
+            if self._table.has_experts(slot):
+                raise PlanRefused(f"slot {slot} has an adapter on experts, which takes no scale")
             if not self._free:
                 raise PlanRefused("the rows scale more adapters than the slot table has columns for")
             column = self._columns[key] = ScaledColumn(self._free.pop(), slot, scale, is_linear)

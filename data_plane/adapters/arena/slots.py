@@ -17,7 +17,7 @@ from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placed_head import PlacedHead
 from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.arena.row_tables import RowPages, RowTables
-from data_plane.plan import TargetModule
+from data_plane.plan import TargetKind, TargetModule
 from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup
 
 
@@ -84,10 +84,20 @@ class ScaledColumn:
     is_linear: bool  # the column has the square root of the product's size (see kernels.lora.linear)
 
 
+ENTRY_BYTES = 4 + 4 + 4 + 8 * len(VECTOR_TABLES)  # of one module and column
+
+
+def table_bytes(targets: Sequence[TargetModule], num_slots: int, num_scaled: int) -> int:
+    """What the entries of a slot table take on the device."""
+    num_experts = sum(target.kind is TargetKind.EXPERT for target in targets)
+    return ENTRY_BYTES * (num_slots * len(targets) + num_scaled * (len(targets) - num_experts))
+
+
 class SlotTable:
     """The slot table on the device: a column for each slot, then columns for adapters with a scale.
 
-    Kernels know columns only, and call them slots.
+    Kernels know columns only, and call them slots. Modules of experts have the columns of the slots alone: an adapter
+    on experts is not scaled, and a mixture has ten thousand such modules and more.
     """
 
     def __init__(self, targets: Sequence[TargetModule], num_slots: int, pool: PagePool, num_scaled: int = 0) -> None:
@@ -99,18 +109,26 @@ class SlotTable:
         self.num_slots = num_slots
         self.pages = pool.pages
         self.num_columns = num_columns = num_slots + num_scaled
-        shape = (len(targets), num_columns)
         self.page_ids = torch.zeros(pool.num_pages, dtype=torch.int32, device=device)
-        self.first = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.scaling = torch.zeros(shape, dtype=torch.float32, device=device)
+        # One entry for each module and column, module after module: those of a module begin at its index here.
+        self._is_expert = np.array([target.kind is TargetKind.EXPERT for target in targets])
+        widths = np.where(self._is_expert, num_slots, num_columns)
+        self._begins = np.concatenate([[0], np.cumsum(widths)])
+        self._on_device = torch.from_numpy(self._begins[:-1]).to(device)
+        self._scalable = torch.from_numpy(self._begins[:-1][~self._is_expert]).to(device)
+        num_entries = int(self._begins[-1])
+        self._first = torch.zeros(num_entries, dtype=torch.int32, device=device)
+        self._rank = torch.zeros(num_entries, dtype=torch.int32, device=device)
+        self._scaling = torch.zeros(num_entries, dtype=torch.float32, device=device)
         # By vector table: where vectors begin, as kernels.lora.Epilogue counts; -1: none.
-        self.vectors = {name: torch.full(shape, -1, dtype=torch.int64, device=device) for name in VECTOR_TABLES}
+        self._vectors = {
+            name: torch.full((num_entries,), -1, dtype=torch.int64, device=device) for name in VECTOR_TABLES
+        }
         self.generation = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: empty
         self.rows = RowTables(targets, num_slots, pool, self.page_ids)
         # On the host, by slot and target module: the ranks, and whether the module has a vector.
-        self.host_rank = np.zeros((num_columns, len(targets)), dtype=np.int32)
-        self.host_has_vectors = np.zeros((num_columns, len(targets)), dtype=np.bool_)
+        self.host_rank = np.zeros((num_slots, len(targets)), dtype=np.int32)
+        self.host_has_vectors = np.zeros((num_slots, len(targets)), dtype=np.bool_)
         self.slot_of_column = np.arange(num_columns, dtype=np.int32)  # of a column that is not used: any
         self.sign_of_column = np.ones(num_columns, dtype=np.float32)  # of the scale
         self.rotations: dict[int, RotaryTables] = {}  # of the slots whose adapter has its own
@@ -129,10 +147,13 @@ class SlotTable:
         assert indices == list(range(rows.start, rows.stop)), f"{[target.name for target in targets]} lie apart"
         widths = {target.in_features for target in targets}
         assert len(widths) == 1, f"{[target.name for target in targets]} read {sorted(widths)} features"
-        table = (self.first[rows], self.rank[rows], self.scaling[rows])
+        assert len(set(self._is_expert[rows])) == 1, f"{[target.name for target in targets]} are not all of experts"
+        entries, shape = slice(self._begins[rows.start], self._begins[rows.stop]), (len(indices), -1)
+        first, rank, scaling = (table[entries].view(shape) for table in (self._first, self._rank, self._scaling))
         out_features = tuple(target.out_features for target in targets)
-        group = ModuleGroup(self._pool.pages, self.page_ids, *table, widths.pop(), out_features)
-        return group, Epilogue(self._pool.values, **{name: table[rows] for name, table in self.vectors.items()})
+        group = ModuleGroup(self._pool.pages, self.page_ids, first, rank, scaling, widths.pop(), out_features)
+        vectors = {name: table[entries].view(shape) for name, table in self._vectors.items()}
+        return group, Epilogue(self._pool.values, **vectors)
 
     def columns(self, weights: Mapping[str, ModulePages]) -> Columns:
         """An adapter's columns, of its weights by target module name. Any thread may call this."""
@@ -140,13 +161,23 @@ class SlotTable:
         rank = np.zeros(num_targets, dtype=np.int32)
         scaling = np.zeros(num_targets, dtype=np.float32)
         first = np.zeros(num_targets, dtype=np.int32)
-        vectors = {name: np.full(num_targets, -1, dtype=np.int64) for name in self.vectors}
+        vectors = {name: np.full(num_targets, -1, dtype=np.int64) for name in self._vectors}
         for name, pages in weights.items():
             index = self._targets[name]
             rank[index], scaling[index], first[index] = pages.rank, pages.scaling, pages.first
             for table, start in pages.vectors.items():
                 vectors[table][index] = start
         return Columns(rank, scaling, first, vectors)
+
+    def has_experts(self, slot: int) -> bool:
+        """Whether the adapter in the slot has weights of experts."""
+        return bool(self.host_rank[slot, self._is_expert].any())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the entries of all modules on the device."""
+        tables = (self._first, self._rank, self._scaling, *self._vectors.values())
+        return sum(table.numel() * table.element_size() for table in tables)
 
     def put(self, adapter: ResidentAdapter) -> None:
         """Enter an adapter into its slot, which must be empty."""
@@ -187,18 +218,19 @@ class SlotTable:
         self.version += 1
 
     def _empty(self, column: int) -> None:
-        self.rank[:, column] = 0
-        self.host_rank[column] = 0
-        self.host_has_vectors[column] = False
+        if column < self.num_slots:
+            self._rank[self._on_device + column] = 0
+            self.host_rank[column] = 0
+            self.host_has_vectors[column] = False
+        else:
+            self._rank[self._scalable + column] = 0
 
     def _write_scaled(self, scaled: ScaledColumn) -> None:
-        slot, column = scaled.slot, scaled.column
-        for table in (self.first, self.rank, *self.vectors.values()):
-            table[:, column] = table[:, slot]
-        scaling = self.scaling[:, slot] * scaled.scale
-        self.scaling[:, column] = scaling.abs().sqrt() if scaled.is_linear else scaling
-        self.host_rank[column] = self.host_rank[slot]
-        self.host_has_vectors[column] = self.host_has_vectors[slot]
+        source, column = self._scalable + scaled.slot, self._scalable + scaled.column
+        for table in (self._first, self._rank, *self._vectors.values()):
+            table[column] = table[source]
+        scaling = self._scaling[source] * scaled.scale
+        self._scaling[column] = scaling.abs().sqrt() if scaled.is_linear else scaling
 
     def _compact(self) -> int:
         """Move all rows to the front. Returns the first free index."""
@@ -216,11 +248,12 @@ class SlotTable:
         vectors = {name: np.where(starts >= 0, begin + starts, -1) for name, starts in columns.vectors.items()}
         slot = adapter.slot
         self.page_ids[start : start + len(adapter.page_ids)] = adapter.page_ids_device.to(torch.int32)
-        self.first[:, slot] = torch.from_numpy(first).to(device)
-        self.rank[:, slot] = torch.from_numpy(columns.rank).to(device)
-        self.scaling[:, slot] = torch.from_numpy(columns.scaling).to(device)
+        entries = self._on_device + slot
+        self._first[entries] = torch.from_numpy(first).to(device)
+        self._rank[entries] = torch.from_numpy(columns.rank).to(device)
+        self._scaling[entries] = torch.from_numpy(columns.scaling).to(device)
         for table, starts in vectors.items():
-            self.vectors[table][:, slot] = torch.from_numpy(starts).to(device)
+            self._vectors[table][entries] = torch.from_numpy(starts).to(device)
         self.generation[slot] = adapter.generation
         self.host_rank[slot] = columns.rank
         self.host_has_vectors[slot] = np.logical_or.reduce([starts >= 0 for starts in vectors.values()])

@@ -71,7 +71,7 @@ class AdapterSteps:
         host_slots = row_slots.numpy()
         every = host_slots if further is None else np.concatenate([host_slots, *further.every])
         slots = every[every >= 0]
-        if not self._table.host_rank[slots[:, None], self._heads].any():
+        if not self._table.host_rank[self._table.slot_of_column[slots][:, None], self._heads].any():
             return None
         return self._step(ModuleNeeds.of(self._table, slots), host_slots, further)
 
@@ -91,8 +91,9 @@ class AdapterSteps:
         return RowStep(self._table.rows, on_device, self._segments(alone), slots.tolist())
 
     def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32], further: FurtherColumns | None) -> LoraStep:
-        # The rows of experts have the first adapter of their tokens: an adapter on experts is not combined.
-        slots = TokenSlots(token_slots, self._table.num_columns, self._device, is_host=self._segments_on_host)
+        # The rows of experts have the first adapter of their tokens: an adapter on experts is not combined, or scaled.
+        alone = np.where(token_slots < self._num_slots, token_slots, -1).astype(np.int32)
+        slots = TokenSlots(alone, self._num_slots, self._device, is_host=self._segments_on_host)
         passes, linear = [token_slots], None
         if further is not None:
             passes = [columns for columns in (token_slots, *further.products) if (columns >= 0).any()]

@@ -32,8 +32,9 @@ class ModuleNeeds:
     max_rank_of_all: int
 
     @classmethod
-    def of(cls, table: SlotTable, slots: npt.NDArray[np.intp]) -> ModuleNeeds:
-        """The needs of the adapters in these slots."""
+    def of(cls, table: SlotTable, columns: npt.NDArray[np.intp]) -> ModuleNeeds:
+        """The needs of the adapters in these columns."""
+        slots = table.slot_of_column[columns]
         max_rank = table.host_rank[slots].max(axis=0, initial=0)
         return cls(max_rank, np.logical_or.reduce(table.host_has_vectors[slots]), int(max_rank.max(initial=0)))
 
@@ -147,7 +148,7 @@ class LoraStep:
         groups = [self._groups.of_experts((name,)) for name in target_names]
         if not any(self._needs.max_rank[group.rows].any() for group in groups):
             return None
-        num_experts = groups[0].modules.num_slots // self._table.num_columns
+        num_experts = groups[0].modules.num_slots // self._table.num_slots
         return ExpertRows(self._groups, self._needs_of, self._token_slots.segments(expert_ids, tokens, num_experts))
 
     def native_tokens(self, num_modules: int) -> LoraTokens:

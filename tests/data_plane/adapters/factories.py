@@ -179,6 +179,7 @@ def make_arena(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     base: BaseWeights | None = None,
+    num_scaled: int = 0,
 ) -> AdapterArena:
     """An arena whose memory is NaN before it is written."""
     arena = AdapterArena(
@@ -189,6 +190,7 @@ def make_arena(
         device=device,
         base=base or RandomBase(),
         base_fingerprint=BASE,
+        num_scaled=num_scaled,
     )
     arena.table.pages.fill_(float("nan"))
     return arena

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from contract.expert_names import of_expert
+from data_plane.adapters.arena.scaled_columns import ScaledColumns
+from data_plane.adapters.arena.slots import table_bytes
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.adapters.step.expert_rows import ExpertRows
+from data_plane.errors import PlanRefused
 from data_plane.plan import TargetKind, TargetModule
 from kernels.lora import grouped_segments
 from kernels.lora.segments import segments_in_torch
@@ -76,6 +79,34 @@ def test_rows_of_all_adapters_and_experts_equal_the_packed_matrices() -> None:
         torch.testing.assert_close(y - 2.0, expected, rtol=1e-4, atol=1e-3)
         without = torch.tensor([slot in (-1, 2) for slot in of_rows])
         assert (y[without] == 2.0).all(), "rows without an adapter on experts changed"
+
+
+def test_modules_of_experts_have_no_columns_for_scales_and_take_no_scale() -> None:
+    """A mixture has ten thousand of them and more; the columns for scales are four for each row."""
+    arena = make_arena(targets=TARGETS, num_scaled=1000)
+    num_slots = arena.table.num_slots
+    assert arena.table.size_bytes == table_bytes(TARGETS, num_slots, 1000) == 28 * (num_slots * len(TARGETS) + 1000)
+    held = adapters()
+    for slot, packed in held.items():
+        load(arena, slot, 1, packed)
+    arena.list_published()
+    columns = ScaledColumns(arena.table)
+    with pytest.raises(PlanRefused, match="slot 0 has an adapter on experts, which takes no scale"):
+        columns.take(0, 1, 0.5, is_linear=False)
+    scaled = columns.take(2, 1, 0.5, is_linear=False)  # of a linear alone
+    step = AdapterSteps(arena).begin(torch.tensor([0, scaled, 3, -1], dtype=torch.int32), [0, scaled, 3])
+    assert step is not None
+    x, experts, tokens = torch.randn(4, HIDDEN), [0, 1, 1, 4], [0, 1, 2, 3]
+    rows = step.expert_rows((GATE,), torch.tensor(experts), torch.tensor(tokens))
+    assert rows is not None
+    y = torch.zeros(4, WIDTH)
+    rows.add((GATE,), x, y)
+    torch.testing.assert_close(y, delta(GATE, x, [0, -1, 3, -1], experts, held), rtol=1e-4, atol=1e-3)
+    y = torch.zeros(4, HIDDEN)
+    step.apply(LINEAR.name, x, y)
+    a, b, scaling = held[2].weights[LINEAR.name]
+    torch.testing.assert_close(y[1], 0.5 * scaling * (x[1] @ a.T) @ b, rtol=1e-4, atol=1e-3)
+    assert not y[[0, 2, 3]].any()
 
 
 @FORMS
