@@ -8,15 +8,20 @@ from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.config import GatewayConfig
 from gateway.http.bodies import Bodies
 from gateway.http.health import health_routes
+from gateway.http.keys import Keys
+from gateway.http.metrics import Metrics
 from gateway.http.upstream import Upstream
-from gateway.openai.routes import openai_app
+from gateway.openai.handlers import EXCEPTION_HANDLERS
+from gateway.openai.models import Models
+from gateway.openai.routes import openai_routes
 from gateway.tinker.futures import Futures
 from gateway.tinker.routes import tinker_app
+from gateway.vllm.routes import vllm_routes
 
 SWEEP_EVERY_S = 1.0
 
@@ -27,11 +32,18 @@ def gateway_app(config: GatewayConfig) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        upstream, futures = Upstream(config.http), Futures(config.tinker)
+        upstream, futures, metrics = Upstream(config.http), Futures(config.tinker), Metrics()
         bodies, timeout_s = Bodies(config.http.max_body_bytes, upstream.check_key), config.http.request_timeout_s
-        tinker = tinker_app(upstream, futures, bodies, config.tinker, timeout_s)
-        openai = openai_app(upstream, bodies, config.openai, config.tinker.base_model_names, timeout_s)
-        joined.app = Starlette(routes=[*health_routes(upstream), Mount("/api/v1", tinker), Mount("/v1", openai)])
+        models = Models(config.http.base_model_names)
+        routes = [
+            *health_routes(upstream),
+            metrics.route(),
+            *vllm_routes(upstream, bodies, models),
+            Mount("/api/v1", tinker_app(upstream, futures, bodies, config.http.base_model_names, timeout_s)),
+            Mount("/v1", routes=openai_routes(upstream, bodies, config.openai, models, timeout_s)),
+        ]
+        app = Starlette(routes=routes, exception_handlers=dict(EXCEPTION_HANDLERS))
+        joined.app = metrics.counted(Keys(app), routes)
         sweeping = asyncio.create_task(_sweep(futures))
         try:
             yield
@@ -46,7 +58,7 @@ def gateway_app(config: GatewayConfig) -> Starlette:
 class _Joined:
     """Stands for the application until its parts are there."""
 
-    app: Starlette | None = None
+    app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.app is not None, "a request before the start"

@@ -24,6 +24,15 @@ class HttpSettings:
 
     listen: str = setting("address of the HTTP port", "127.0.0.1:8000", metavar="HOST:PORT")
     server: str = setting("address of Motet's port for clients", "127.0.0.1:50051", metavar="HOST:PORT")
+    base_model_names: tuple[str, ...] = setting(
+        "further name of the base model, such as Qwen/Qwen3-8B; clients see the first one",
+        (),
+        name="--base-model-name",
+        shown_default="none",
+        parse=str,
+        is_repeatable=True,
+        metavar="NAME",
+    )
     tls_cert: Path | None = setting(
         "certificate of the HTTP port, PEM, with its chain; turns TLS on",
         None,

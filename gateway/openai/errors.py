@@ -12,7 +12,13 @@ from gateway.http.errors import Refusal, refusal_from
 
 _CODES: Mapping[int, str] = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 # What a field of Motet's request is called here. Others have the last part of their path.
-_FIELDS: Mapping[str, str] = {"adapter": "model", "adapter_digest": "model", "chat": "messages", "text": "prompt"}
+_FIELDS: Mapping[str, str] = {
+    "adapter": "model",
+    "adapter_digest": "model",
+    "chat": "messages",
+    "text": "prompt",
+    "token_ids.ids": "prompt",
+}
 _LONGEST_RETRY_S = 120.0  # clients give up on more
 _FIELD_IN_MESSAGE = re.compile(r"unknown field `([^`]{1,100})`|required field `([^`]{1,100})`|at `\$\.([a-z_]{1,100})")
 

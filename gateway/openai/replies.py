@@ -132,7 +132,7 @@ class Reply:
             offsets.append(choice.offset)
             choice.offset += len(choice.decoder.decode(each.token))
         return {
-            "tokens": [_text(each.token, each.token_id) for each in logprobs],
+            "tokens": [token_text(each.token, each.token_id) for each in logprobs],
             "token_logprobs": [each.logprob for each in logprobs],
             "top_logprobs": [_by_text(each) for each in logprobs],
             "text_offset": offsets,
@@ -142,19 +142,19 @@ class Reply:
 def _by_text(each: TokenLogprobs) -> dict[str, float]:
     """The most likely tokens, and the one that was chosen."""
     chosen = TokenLogprob(each.token_id, each.logprob, each.token)
-    return {_text(one.token, one.token_id): one.logprob for one in (*each.top, chosen)}
+    return {token_text(one.token, one.token_id): one.logprob for one in (*each.top, chosen)}
 
 
 def _position(each: TokenLogprobs) -> dict[str, Any]:
-    top = [{"token": _text(one.token, one.token_id), **_of(one.token, one.logprob)} for one in each.top]
-    return {"token": _text(each.token, each.token_id), **_of(each.token, each.logprob), "top_logprobs": top}
+    top = [{"token": token_text(one.token, one.token_id), **_of(one.token, one.logprob)} for one in each.top]
+    return {"token": token_text(each.token, each.token_id), **_of(each.token, each.logprob), "top_logprobs": top}
 
 
 def _of(token: bytes, logprob: float) -> dict[str, Any]:
     return {"bytes": list(token), "logprob": logprob}
 
 
-def _text(token: bytes, token_id: int) -> str:
+def token_text(token: bytes, token_id: int) -> str:
     """A token as text. One that is not text is written so that two of them differ, as OpenAI and vLLM write them."""
     if not token:
         return f"token_id:{token_id}"

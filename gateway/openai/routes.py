@@ -7,53 +7,40 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from motet import AsyncClient, GenerateOptions, MotetError
+from motet import AsyncClient, GenerateOptions
 from motet.requests import Prompt
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from gateway.http.bodies import Bodies
-from gateway.http.errors import Refusal
-from gateway.http.keys import Keys
 from gateway.http.upstream import Upstream
-from gateway.openai.errors import error_body, refusal_of, refused, undecodable
+from gateway.openai.embeddings import EmbeddingBody, embeddings
+from gateway.openai.errors import refused
 from gateway.openai.generations import chunks_of
+from gateway.openai.handlers import decoded
 from gateway.openai.messages import Body, ChatBody, CompletionBody
 from gateway.openai.models import MAX_LISTED, Models, Source
 from gateway.openai.options import chat_options, completion_options, prompts_of
 from gateway.openai.replies import Reply
-from gateway.openai.responses import ClientGone, EventStream, while_connected
+from gateway.openai.responses import EventStream, while_connected
 from gateway.openai.settings import OpenAiSettings
 
 B = TypeVar("B", bound=Body)
 
-_CLIENT_CLOSED = 499  # nobody reads it
 
-
-def openai_app(
-    upstream: Upstream, bodies: Bodies, settings: OpenAiSettings, base_names: tuple[str, ...], timeout_s: float
-) -> ASGIApp:
-    """The API as an ASGI application, to be mounted at `/v1`. `timeout_s` bounds one generation."""
-    api = _Api(upstream, bodies, settings, Models(base_names), timeout_s)
-    app = Starlette(
-        routes=[
-            Route("/completions", api.completions, methods=["POST"]),
-            Route("/chat/completions", api.chat_completions, methods=["POST"]),
-            Route("/models", api.list_models, methods=["GET"]),
-            Route("/models/{model:path}", api.get_model, methods=["GET"]),
-        ],
-        exception_handlers={
-            Refusal: _refused,
-            MotetError: _refused,
-            HTTPException: _no_route,
-            ClientGone: _client_gone,
-        },
-    )
-    return Keys(app)
+def openai_routes(
+    upstream: Upstream, bodies: Bodies, settings: OpenAiSettings, models: Models, timeout_s: float
+) -> list[Route]:
+    """The API, to be mounted at `/v1` with EXCEPTION_HANDLERS. `timeout_s` bounds one generation."""
+    api = _Api(upstream, bodies, settings, models, timeout_s)
+    return [
+        Route("/completions", api.completions, methods=["POST"]),
+        Route("/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/embeddings", api.embeddings, methods=["POST"]),
+        Route("/models", api.list_models, methods=["GET"]),
+        Route("/models/{model:path}", api.get_model, methods=["GET"]),
+    ]
 
 
 class _Api:
@@ -84,6 +71,11 @@ class _Api:
         reply = Reply(body.model, is_chat=True, n=body.n or 1)
         return await self._respond(request, body, reply, [body.messages], _with(options, source, reply))
 
+    async def embeddings(self, request: Request) -> Response:
+        body = await decoded(self._bodies, request, EmbeddingBody)
+        work = embeddings(body, self._models, self._upstream.client, self._timeout_s)
+        return Response(msgspec.json.encode(await while_connected(request, work)), media_type="application/json")
+
     async def list_models(self, request: Request) -> Response:
         limit = request.query_params.get("limit", str(MAX_LISTED))
         if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= MAX_LISTED):
@@ -95,11 +87,7 @@ class _Api:
         return JSONResponse(await self._models.get(request.path_params["model"], self._upstream.client))
 
     async def _body(self, request: Request, kind: type[B]) -> B:
-        data = await self._bodies.read(request)
-        try:
-            body = msgspec.json.decode(data, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is a DecodeError
-            raise undecodable(error) from error
+        body = await decoded(self._bodies, request, kind)
         if body.n is not None and not 1 <= body.n <= 128:
             raise refused("n", f"is {body.n}; give 1 to 128")
         return body
@@ -148,20 +136,4 @@ def _with(options: GenerateOptions, source: Source, reply: Reply) -> GenerateOpt
 async def _text_of(prompt: str | list[int], source: Source, client: AsyncClient) -> str:
     if isinstance(prompt, str):
         return prompt
-    return await client.model.detokenize(prompt, adapter=source.adapter.partition("@")[0])
-
-
-async def _refused(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, (Refusal, MotetError))
-    refusal = refusal_of(error)
-    return JSONResponse(error_body(refusal), status_code=refusal.status, headers=dict(refusal.headers))
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    refusal = Refusal(error.status_code, f"{request.method} {request.url.path[:200]} is not served")
-    return JSONResponse(error_body(refusal), status_code=refusal.status)
-
-
-async def _client_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED)
+    return await client.model.detokenize(prompt, adapter=source.adapter, adapter_digest=source.digest)

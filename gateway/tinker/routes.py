@@ -22,7 +22,6 @@ from gateway.tinker import messages
 from gateway.tinker.futures import Futures, TooManySamples, UnknownSample
 from gateway.tinker.sampling import check_request, sample
 from gateway.tinker.sessions import BASE, SCHEME, check_session_id, new_session_id, resolve, sampling_id, source_of
-from gateway.tinker.settings import TinkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +50,10 @@ TRAINING = (
 
 
 def tinker_app(
-    upstream: Upstream, futures: Futures, bodies: Bodies, settings: TinkerSettings, timeout_s: float
+    upstream: Upstream, futures: Futures, bodies: Bodies, base_names: tuple[str, ...], timeout_s: float
 ) -> ASGIApp:
     """The protocol as an ASGI application, to be mounted at `/api/v1`. `timeout_s` bounds one sample request."""
-    sessions, samples = _Sessions(upstream, bodies, settings), _Samples(upstream, futures, bodies, timeout_s)
+    sessions, samples = _Sessions(upstream, bodies, base_names), _Samples(upstream, futures, bodies, timeout_s)
     posts: Mapping[str, Handler] = {
         "client/config": _client_config,
         "client/dynamic_config": _dynamic_config,
@@ -86,10 +85,10 @@ def tinker_app(
 class _Sessions:
     """Sessions of clients, and what is sampled from. Their ids say everything, so that nothing is kept."""
 
-    def __init__(self, upstream: Upstream, bodies: Bodies, settings: TinkerSettings) -> None:
+    def __init__(self, upstream: Upstream, bodies: Bodies, base_names: tuple[str, ...]) -> None:
         self._upstream = upstream
         self._bodies = bodies
-        self._settings = settings
+        self._own_names = base_names
 
     async def create(self, request: Request) -> Response:
         await self._bodies.decode(request, messages.CreateSession)
@@ -136,7 +135,7 @@ class _Sessions:
 
     async def _base_names(self) -> list[str]:
         """Names of the base model, the one that clients see first."""
-        return [*self._settings.base_model_names, (await self._upstream.client.status()).model.name]
+        return [*self._own_names, (await self._upstream.client.status()).model.name]
 
 
 class _Samples:

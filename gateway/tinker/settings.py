@@ -14,15 +14,6 @@ from contract.flags import setting
 class TinkerSettings:
     """What an operator sets about the Tinker protocol."""
 
-    base_model_names: tuple[str, ...] = setting(
-        "further name of the base model, such as Qwen/Qwen3-8B; clients see the first one",
-        (),
-        name="--base-model-name",
-        shown_default="none",
-        parse=str,
-        is_repeatable=True,
-        metavar="NAME",
-    )
     max_samples: int = setting(
         "sample requests that run or whose results are kept; above it only keys with less than an equal part start one",
         4096,

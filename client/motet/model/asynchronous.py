@@ -34,7 +34,12 @@ class AsyncModel:
         return await self._client.send(tokenize_call(prompt, adapter, options))
 
     async def detokenize(
-        self, token_ids: Sequence[int], *, adapter: str = "", skip_special_tokens: bool = False
+        self,
+        token_ids: Sequence[int],
+        *,
+        adapter: str = "",
+        adapter_digest: str = "",
+        skip_special_tokens: bool = False,
     ) -> str:
-        """The text of token ids. `skip_special_tokens`: leave those out."""
-        return await self._client.send(detokenize_call(token_ids, adapter, skip_special_tokens))
+        """The text of token ids. `adapter_digest`: one version of it. `skip_special_tokens`: leave those out."""
+        return await self._client.send(detokenize_call(token_ids, adapter, skip_special_tokens, adapter_digest))

@@ -33,6 +33,13 @@ class Model:
         """The token ids that generate() makes of a text or a conversation. TokenizeOptions lists further arguments."""
         return self._client.send(tokenize_call(prompt, adapter, options))
 
-    def detokenize(self, token_ids: Sequence[int], *, adapter: str = "", skip_special_tokens: bool = False) -> str:
-        """The text of token ids. `skip_special_tokens`: leave those out."""
-        return self._client.send(detokenize_call(token_ids, adapter, skip_special_tokens))
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        adapter: str = "",
+        adapter_digest: str = "",
+        skip_special_tokens: bool = False,
+    ) -> str:
+        """The text of token ids. `adapter_digest`: one version of it. `skip_special_tokens`: leave those out."""
+        return self._client.send(detokenize_call(token_ids, adapter, skip_special_tokens, adapter_digest))

@@ -95,10 +95,13 @@ def tokenize_call(prompt: TextInput, adapter: str, options: TokenizeOptions) -> 
     return UnaryCall(_SERVICE + "Tokenize", request, model_pb2.TokenizeResponse, _tokenized_from, is_repeatable=True)
 
 
-def detokenize_call(token_ids: Sequence[int], adapter: str, skip_special_tokens: bool) -> UnaryCall[str]:
+def detokenize_call(
+    token_ids: Sequence[int], adapter: str, skip_special_tokens: bool, adapter_digest: str
+) -> UnaryCall[str]:
     """One call. Raises InvalidArgument for what the wire cannot carry."""
     request = model_pb2.DetokenizeRequest(
         adapter=text_of("adapter", adapter),
+        adapter_digest=text_of("adapter_digest", adapter_digest),
         skip_special_tokens=skip_special_tokens,
     )
     request.token_ids.ids.extend(uint_of("token_ids", token, _UINT32_MAX) for token in token_ids)

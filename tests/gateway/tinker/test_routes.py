@@ -26,7 +26,7 @@ class Rig:
         config = GatewayConfig(http=HttpSettings(server_absence_s=0.0, server="127.0.0.1:1"))
         self.futures = Futures(config.tinker)
         self.upstream = Upstream(config.http)
-        app = tinker_app(self.upstream, self.futures, Bodies(1 << 20), config.tinker, 10.0)
+        app = tinker_app(self.upstream, self.futures, Bodies(1 << 20), config.http.base_model_names, 10.0)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     async def post(self, path: str, body: dict[str, object]) -> httpx.Response:

@@ -1,0 +1,55 @@
+"""What handlers of requests have in common: how a body is decoded, and what an error becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from motet import MotetError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.http.bodies import Bodies
+from gateway.http.errors import Refusal
+from gateway.openai.errors import error_body, refusal_of, undecodable
+from gateway.openai.responses import ClientGone
+
+T = TypeVar("T")
+
+_CLIENT_CLOSED = 499  # nobody reads it
+
+
+async def decoded(bodies: Bodies, request: Request, kind: type[T]) -> T:
+    """The body as a message. Raises Refusal, with the name of the field."""
+    data = await bodies.read(request)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is a DecodeError
+        raise undecodable(error) from error
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, (Refusal, MotetError))
+    refusal = refusal_of(error)
+    return JSONResponse(error_body(refusal), status_code=refusal.status, headers=dict(refusal.headers))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    refusal = Refusal(error.status_code, f"{request.method} {request.url.path[:200]} is not served")
+    headers = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+    return JSONResponse(error_body(refusal), status_code=refusal.status, headers=headers)
+
+
+async def _client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED)
+
+
+EXCEPTION_HANDLERS: Mapping[Any, Callable[[Request, Exception], Any]] = {
+    Refusal: _refused,
+    MotetError: _refused,
+    HTTPException: _no_route,
+    ClientGone: _client_gone,
+}
