@@ -28,10 +28,7 @@ class Frontend:
         self._setup = setup
         self._run_call = run_call
         self._process: ChildProcess | None = None
-        self._link: Link | None = None
-        self._is_ready = asyncio.Event()
-        self._contexts: dict[int, RemoteContext] = {}  # by number of the call
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._connection: _Connection | None = None
 
     @property
     def pid(self) -> int | None:
@@ -40,7 +37,8 @@ class Frontend:
 
     async def start(self) -> None:
         """Start a process, and wait until it listens. Raises OSError."""
-        self._is_ready.clear()
+        if self._connection is not None:
+            self._connection.end_calls()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -49,10 +47,10 @@ class Frontend:
             except OSError:
                 ours.close()
                 raise
-        loop = asyncio.get_running_loop()
-        _, self._link = await loop.create_unix_connection(lambda: Link(self._on_frame, self._end_calls), sock=ours)
-        self._link.send(0, Kind.SETUP, self._setup.named(self.index).encode())
-        ready, ended = asyncio.ensure_future(self._is_ready.wait()), asyncio.ensure_future(self._process.wait())
+        self._connection = connection = _Connection(self._run_call)
+        await asyncio.get_running_loop().create_unix_connection(lambda: connection.link, sock=ours)
+        connection.link.send(0, Kind.SETUP, self._setup.named(self.index).encode())
+        ready, ended = asyncio.ensure_future(connection.is_ready.wait()), asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait([ready, ended], timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
@@ -70,31 +68,50 @@ class Frontend:
 
     async def stop(self, grace_s: float) -> None:
         """End it; calls that run get so many seconds. Harmless where it has ended."""
-        process, link = self._process, self._link
-        if process is None or link is None:
+        process, connection = self._process, self._connection
+        if process is None or connection is None:
             return
-        link.send(0, Kind.STOP, COUNT.pack(round(grace_s * 1000)))
+        connection.link.send(0, Kind.STOP, COUNT.pack(round(grace_s * 1000)))
         try:
             await asyncio.wait_for(process.wait(), grace_s + END_TIMEOUT_S)
         except TimeoutError:
             process.kill()
             await process.wait()
-        self._end_calls()
-        link.close()
+        connection.link.close()
+        tasks = connection.end_calls()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
 
-    @property
-    def num_calls(self) -> int:
-        """Calls that run."""
-        return len(self._tasks)
 
-    # ---- for the connection ----
+class _Connection:
+    """The socket to one process of a front end, and the calls that came through it."""
+
+    def __init__(self, run_call: RunCall) -> None:
+        self.link = Link(self._on_frame, self.end_calls)
+        self.is_ready = asyncio.Event()
+        self._run_call = run_call
+        self._contexts: dict[int, RemoteContext] = {}  # by number of the call
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def end_calls(self) -> list[asyncio.Task[None]]:
+        """The clients' connections have ended with the front end. Returns the calls that end. Idempotent."""
+        for call_id in self._tasks:
+            self._end_call(call_id)
+        return list(self._tasks.values())
+
+    def _end_call(self, call_id: int) -> None:
+        """The client has left. A handler is cancelled once: what it does at its end is left alone."""
+        context = self._contexts[call_id]
+        if not context.done():
+            context.on_gone()
+            self._tasks[call_id].cancel()
 
     def _on_frame(self, call_id: int, kind: int, body: bytes) -> None:
         if kind == Kind.CALL:
             self._begin_call(call_id, body)
             return
         if kind == Kind.READY:
-            self._is_ready.set()
+            self.is_ready.set()
             return
         context = self._contexts.get(call_id)
         if context is None:
@@ -108,14 +125,12 @@ class Frontend:
         elif kind == Kind.BEGUN:
             context.on_begun(is_sent=bool(COUNT.unpack(body)[0]))
         elif kind == Kind.GONE:
-            context.on_gone()
-            self._tasks[call_id].cancel()
+            self._end_call(call_id)
         else:
             raise AssertionError(f"a front end sent a frame of kind {kind}")
 
     def _begin_call(self, call_id: int, body: bytes) -> None:
-        assert self._link is not None
-        context = RemoteContext(Call.decode(body), partial(self._link.send, call_id))
+        context = RemoteContext(Call.decode(body), partial(self.link.send, call_id))
         self._contexts[call_id] = context
         task = asyncio.ensure_future(self._run_call(context))
         self._tasks[call_id] = task
@@ -126,9 +141,3 @@ class Frontend:
         task = self._tasks.pop(call_id)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("call of a front end failed", exc_info=error)
-
-    def _end_calls(self) -> None:
-        """The front end has ended, and its clients' connections with it."""
-        for call_id, task in self._tasks.items():
-            self._contexts[call_id].on_gone()
-            task.cancel()

@@ -104,7 +104,7 @@ def _read(entry: list[Any]) -> tuple[str, str | bytes]:
 class Link(asyncio.Protocol):
     """One end of the socket. Frames that are sent in one turn of the event loop leave in one write."""
 
-    def __init__(self, on_frame: Callable[[int, int, bytes], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, on_frame: Callable[[int, int, bytes], None], on_lost: Callable[[], object]) -> None:
         """`on_frame`: number of the call, kind, body. `on_lost`: the other process has ended."""
         self._on_frame = on_frame
         self._on_lost = on_lost

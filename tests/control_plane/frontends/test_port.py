@@ -31,6 +31,7 @@ class Service:
         self.contexts: list[Any] = []
         self.ended: list[str] = []
         self.running = asyncio.Event()
+        self.may_end = asyncio.Event()
         self.num_sent = 0
 
     async def echo(self, request: bytes, context: Any) -> bytes:
@@ -61,6 +62,15 @@ class Service:
         finally:
             self.ended.append(request.decode())
 
+    async def slow(self, request: bytes, _context: Any) -> AsyncIterator[bytes]:
+        try:
+            yield request
+            await asyncio.Event().wait()
+        finally:
+            self.ended.append(f"{request.decode()} begins to end")
+            await self.may_end.wait()
+            self.ended.append(request.decode())
+
     async def flood(self, _request: bytes, _context: Any) -> AsyncIterator[bytes]:
         self.running.set()
         try:
@@ -78,6 +88,7 @@ class Service:
             "Reflect": grpc.stream_stream_rpc_method_handler(self.reflect),
             "Fail": grpc.unary_unary_rpc_method_handler(self.fail),
             "Hang": grpc.unary_stream_rpc_method_handler(self.hang),
+            "Slow": grpc.unary_stream_rpc_method_handler(self.slow),
             "Flood": grpc.unary_stream_rpc_method_handler(self.flood),
         }
         return grpc.method_handlers_generic_handler("test.Service", kinds)
@@ -215,6 +226,25 @@ async def test_a_front_end_that_dies_takes_its_own_calls_and_another_one_follows
                     assert await call(channel, "Echo")(b"ab", wait_for_ready=True) == b"ba"
         assert {int(number) for number in service.ended} == ended, "the other's calls go on"
         assert port.pids[1] == before[1]
+
+
+async def test_a_call_that_ends_slowly_leaves_those_of_the_next_front_end_alone() -> None:
+    async with running() as (port, service, address):
+        own: Any = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(address, options=own) as channel:
+            slow = call(channel, "Slow", "unary_stream")(b"slow")  # the first call of its front end
+            assert await slow.read() == b"slow"
+            before = port.pids[0]
+            os.kill(before or 0, signal.SIGKILL)
+            await until(lambda: service.ended == ["slow begins to end"] and port.pids[0] != before)
+        async with grpc.aio.insecure_channel(address, options=own) as channel:
+            stream = call(channel, "Hang", "unary_stream")(b"next", wait_for_ready=True)  # the first one again
+            assert await stream.read() == b"next"
+            service.may_end.set()
+            await until(lambda: service.ended[1:] == ["slow"])
+            assert await call(channel, "Echo")(b"ab") == b"ba"
+            stream.cancel()
+            await until(lambda: service.ended[2:] == ["next"])
 
 
 async def test_the_port_is_the_servers_own_and_is_free_after_its_end() -> None:
