@@ -19,6 +19,15 @@ NUM_LONGEST = 8  # bodies of the longest length that are read at once, in bytes 
 _LATER = {"retry-after": "1", "retry-after-ms": "1000"}
 
 
+def decoded_as(body: bytes, kind: type[T]) -> T:
+    """A body as a message. Raises ValueError if it is none, whatever is wrong with it."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except RecursionError as error:
+        raise ValueError("JSON is nested too deeply") from error
+    # msgspec's errors are ValueErrors.
+
+
 class Bodies:
     """Bodies of at most `max_bytes`."""
 
@@ -66,8 +75,8 @@ class Bodies:
         """The body as a message. Raises Refusal."""
         body = await self.read(request)
         try:
-            return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is a DecodeError
+            return decoded_as(body, kind)
+        except ValueError as error:
             raise Refusal(400, f"the body is not a valid {kind.__name__}: {error}") from error
 
     def _too_long(self) -> Refusal:

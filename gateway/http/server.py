@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from contract.ready_lines import gateway_ready
+from gateway.http.connections import SWEEP_EVERY_S, Connections
 from gateway.http.settings import HttpSettings, split_address
+
+OTHER_FILES = 128  # open files that are no connections of callers
 
 
 async def serve(app: ASGIApp, settings: HttpSettings) -> None:
     """Serve until a signal. Raises OSError if the port cannot be bound, or a file of TLS cannot be used."""
+    _make_room(settings.max_connections)
+    # It warns of every request that is none, as often as a caller sends one.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     host, port = split_address(settings.listen)
     config = uvicorn.Config(
         app,
         lifespan="on",
         access_log=False,
+        proxy_headers=False,  # nothing here depends on what they say
         log_config=None,  # the process has set up its log
         server_header=False,
         ssl_certfile=settings.tls_cert,
@@ -29,12 +39,40 @@ async def serve(app: ASGIApp, settings: HttpSettings) -> None:
         timeout_graceful_shutdown=round(settings.drain_timeout_s),
     )
     config.load()
+    # The connections begin TLS themselves.
+    connections, config.ssl = Connections(settings.max_connections, config.ssl), None
+    protocol: Any = connections.protocol
+    config.http_protocol_class = protocol
+    sweeping = asyncio.create_task(_sweep(connections))
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         bound_host, bound_port = listener.getsockname()[:2]
         shown_host = f"[{bound_host}]" if ":" in bound_host else bound_host
-        await _Announced(config, f"{shown_host}:{bound_port}").serve(sockets=[listener])
+        try:
+            await _Announced(config, f"{shown_host}:{bound_port}").serve(sockets=[listener])
+        finally:
+            sweeping.cancel()
+
+
+async def _sweep(connections: Connections) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_EVERY_S)
+        connections.sweep()
+
+
+def _make_room(max_connections: int) -> None:
+    """Raise this process's limit of open files as far as its connections need. Raises OSError where it may not be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Equal parts of hosts can be more than the bound together.
+    wanted = 2 * max_connections + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise OSError(
+            f"--max-connections: {max_connections} need a limit of {wanted} open files, and this process may have "
+            f"{hard}: raise its limit (ulimit -Hn, LimitNOFILE=) or lower --max-connections"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Announced(uvicorn.Server):

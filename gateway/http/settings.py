@@ -61,6 +61,12 @@ class HttpSettings:
         "private key of --server-tls-cert, PEM", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
     insecure: bool = setting("listen, and send keys to --server, without TLS where other machines are reached", False)
+    max_connections: int = setting(
+        "connections at once; above it a new one takes the place of one without a request",
+        1024,
+        unit="a count",
+        lowest=8,
+    )
     max_body_bytes: int = setting(
         "longest body of a request", 32 << 20, unit="bytes", parse=byte_size, lowest=1024, metavar="SIZE"
     )

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import msgspec
 from motet import MotetError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.http.bodies import Bodies
+from gateway.http.bodies import Bodies, decoded_as
 from gateway.http.errors import Refusal
 from gateway.openai.errors import error_body, refusal_of, undecodable
 from gateway.openai.responses import ClientGone
@@ -25,8 +24,8 @@ async def decoded(bodies: Bodies, request: Request, kind: type[T]) -> T:
     """The body as a message. Raises Refusal, with the name of the field."""
     data = await bodies.read(request)
     try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is a DecodeError
+        return decoded_as(data, kind)
+    except ValueError as error:
         raise undecodable(error) from error
 
 

@@ -78,7 +78,7 @@ class _Api:
 
     async def list_models(self, request: Request) -> Response:
         limit = request.query_params.get("limit", str(MAX_LISTED))
-        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= MAX_LISTED):
+        if not (limit.isascii() and limit.isdecimal() and len(limit) <= 4 and 1 <= int(limit) <= MAX_LISTED):
             raise refused("limit", f"is not from 1 to {MAX_LISTED}")
         after = request.query_params.get("after", "")
         return JSONResponse(await self._models.listed(self._upstream.client, after=after, limit=int(limit)))

@@ -16,6 +16,8 @@ from gateway.tinker.messages import SampleRequest, SamplingParams
 from gateway.tinker.protobuf import sample_response
 from gateway.tinker.sessions import Source
 
+MAX_NUM_SAMPLES = 1024  # Motet's bound; each has an id in the response of `asample`
+
 
 def prompt_of(request: SampleRequest) -> list[int]:
     """The token ids of the prompt. Raises Refusal for anything that is no token."""
@@ -58,6 +60,10 @@ def check_request(request: SampleRequest) -> None:
     ):
         if count < 0:
             raise Refusal(400, f"{name}: is {count}; it is at least 0")
+    if not 1 <= request.num_samples <= MAX_NUM_SAMPLES:
+        raise Refusal(400, f"num_samples: is {request.num_samples}; give 1 to {MAX_NUM_SAMPLES}")
+    if request.seq_id is not None and not 0 <= request.seq_id < 10**18:
+        raise Refusal(400, f"seq_id: {request.seq_id} is not from 0 to 10**18 - 1")
     stop = request.sampling_params.stop
     if isinstance(stop, list) and len({type(item) for item in stop}) > 1:
         raise Refusal(400, "sampling_params.stop: has texts and token ids; give a list of one kind")

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message
 
-from gateway.http.bodies import NUM_LONGEST, Bodies
+from gateway.http.bodies import NUM_LONGEST, Bodies, decoded_as
 from gateway.http.errors import MAX_MESSAGE_CHARS, Refusal, is_callers_mistake, refusal_from
 from gateway.http.keys import Keys, current_key, current_owner
 
@@ -46,6 +46,7 @@ def client(prefix: str = "") -> httpx.AsyncClient:
         (b"{}", 400, "missing required field `number`"),
         (b"\xff", 400, "not a valid Body"),
         (b"", 400, "not a valid Body"),
+        (b'{"number": %s}' % (b"[" * 500), 400, "Expected `int`"),
         (b" " * 1025, 413, "longer than 1024 bytes"),
     ],
 )
@@ -53,6 +54,13 @@ async def test_a_body_is_read_strictly(content: bytes, status: int, said: str) -
     async with client() as http:
         response = await http.post("/", content=content)
     assert response.status_code == status and said in response.text
+
+
+def test_nesting_beyond_what_the_interpreter_takes_is_a_mistake_of_the_body() -> None:
+    """A RecursionError would be a mistake of ours, with a traceback in the log for each such body."""
+    for depth in (100_000, 2_000_000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            decoded_as(b"[" * depth + b"]" * depth, list)
 
 
 async def test_a_body_without_a_length_is_bounded_too() -> None:

@@ -89,6 +89,10 @@ async def test_a_route_that_is_not_served_says_which_are() -> None:
         ({"record_stability_info": True}, "record_stability_info: is not served"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n: is 1"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: is -1"),
+        ({"num_samples": 0}, "num_samples: is 0; give 1 to 1024"),
+        ({"num_samples": 2**40}, "num_samples: is 1099511627776"),  # each would get an id in the response
+        ({"seq_id": -1}, "seq_id: -1 is not from 0"),
+        ({"seq_id": 10**4000}, "seq_id: 1000000"),
         ({"sampling_params": {"stop": ["a", 5]}}, "sampling_params.stop: has texts and token ids"),
         ({"sampling_params": {"min_p": 0.5}}, "unknown field `min_p`"),
         ({"beams": 3}, "unknown field `beams`"),

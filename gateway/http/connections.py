@@ -1,0 +1,178 @@
+"""The connections of the HTTP port: how many there are, how long each may be without a request or a reader.
+
+uvicorn bounds none of this: a caller could open connections, say nothing, and shut everybody else out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 30.0  # without a whole head of a request, at the start and behind a response
+SLOW_READER_S = 30.0  # in which a reader takes less than what the buffer of a response holds
+HANDSHAKE_S = 20.0  # of TLS
+SWEEP_EVERY_S = 1.0
+
+
+class Connections:
+    """All connections of a port, at most `most`. Make it inside the loop; `sweep` has to be called now and then.
+
+    At the bound, a new one takes the place of one that carries no request. If all carry requests, only a host with less
+    than its equal part gets one more.
+    """
+
+    def __init__(
+        self, most: int, context: ssl.SSLContext | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`context`: connections begin with TLS."""
+        self.clock = clock
+        self._most = most
+        self._context = context
+        self._open: dict[Connection, None] = {}  # oldest first
+        # Invariant: how many of _open each host has; nobody has 0.
+        self._num_by_host: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def protocol(self, **arguments: Any) -> asyncio.Protocol:
+        """What uvicorn makes for each connection."""
+        return Connection(self, self._context, **arguments)
+
+    def add(self, connection: Connection) -> bool:
+        """Whether a new connection gets a place. It may take that of another one, which is ended."""
+        host = connection.host
+        num_hosts = len(self._num_by_host.keys() | {host})
+        has_room = len(self._open) < self._most or self._end_one_without_a_request()
+        if not has_room and self._num_by_host[host] + 1 > self._most // num_hosts:
+            return False
+        self._open[connection] = None
+        self._num_by_host[host] += 1
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """Forget one that has ended."""
+        if connection in self._open:
+            del self._open[connection]
+            self._num_by_host -= Counter((connection.host,))
+
+    def sweep(self) -> None:
+        """End those that say nothing, and those that read nothing."""
+        now_s = self.clock()
+        for connection in list(self._open):
+            if not connection.carries_request:
+                is_over = now_s - connection.silent_since_s > SILENCE_S
+            else:
+                since_s = connection.unread_since_s
+                is_over = since_s is not None and now_s - since_s > SLOW_READER_S
+            if is_over:
+                connection.end()
+
+    def _end_one_without_a_request(self) -> bool:
+        """Of the host that has most of them, the one that has been without a request for the longest time."""
+        free = [each for each in self._open if not each.carries_request]
+        if not free:
+            return False
+        num_free = Counter(each.host for each in free)
+        min(free, key=lambda each: (-num_free[each.host], each.silent_since_s)).end()
+        return True
+
+
+class Connection(H11Protocol):
+    """One connection. uvicorn's protocol, with TLS begun here, so that a handshake counts and has a limit, too."""
+
+    def __init__(self, connections: Connections, context: ssl.SSLContext | None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.host = ""
+        self.silent_since_s: float = connections.clock()  # without a request, if it carries none
+        self.unread_since_s: float | None = None  # the buffer of what is sent is full
+        self._connections = connections
+        self._context = context
+        self._tcp: asyncio.Transport | None = None
+        self._handshake: asyncio.Task[None] | None = None
+        self._early = b""  # what came with the end of the handshake
+
+    @property
+    def carries_request(self) -> bool:
+        """Whether a request has come whose response is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def end(self) -> None:
+        """End it at once, whatever is still to be sent."""
+        self._connections.remove(self)
+        if self._handshake is not None:
+            self._handshake.cancel()
+        transport = self.transport or self._tcp
+        assert transport is not None, "ended before it began"
+        transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        self.host = _host_of(transport)
+        self._tcp = transport
+        if not self._connections.add(self):
+            transport.abort()
+        elif self._context is None:
+            super().connection_made(transport)
+        else:
+            self._handshake = self.loop.create_task(self._begin_tls(transport, self._context))
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport is None:
+            self._early += data
+        else:
+            super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self)
+        if self.transport is not None:
+            super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self.unread_since_s = self._connections.clock()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self.unread_since_s = None
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        self.silent_since_s = self._connections.clock()
+        super().on_response_complete()
+
+    async def _begin_tls(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
+        try:
+            secured = await self.loop.start_tls(
+                transport, self, context, server_side=True, ssl_handshake_timeout=HANDSHAKE_S
+            )
+        except (OSError, ssl.SSLError) as error:
+            logger.debug("no TLS with %s: %s", self.host, error)
+            self._connections.remove(self)
+            transport.abort()
+            return
+        assert secured is not None, "the transport was open"
+        self._handshake = None
+        super().connection_made(secured)
+        if self._early:
+            super().data_received(self._early)
+
+
+def _host_of(transport: asyncio.Transport) -> str:
+    """The address of the other end. Of an IPv6 address its network: a host has as many addresses there as it wants."""
+    address = str((transport.get_extra_info("peername") or ("",))[0])
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(parsed.ipv4_mapped or ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))
+    return str(parsed)
