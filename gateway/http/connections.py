@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,12 @@ class Connections:
         self.clock = clock
         self._most = most
         self._context = context
-        self._open: dict[Connection, None] = {}  # oldest first
-        # Invariant: how many of _open each host has; nobody has 0.
+        self.open: dict[Connection, None] = {}  # in the order in which they came; read it only
+        # Invariant: how many of them each host has; nobody has 0.
         self._num_by_host: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.open)
 
     def protocol(self, **arguments: Any) -> asyncio.Protocol:
         """What uvicorn makes for each connection."""
@@ -53,23 +54,23 @@ class Connections:
         """Whether a new connection gets a place. It may take that of another one, which is ended."""
         host = connection.host
         num_hosts = len(self._num_by_host.keys() | {host})
-        has_room = len(self._open) < self._most or self._end_one_without_a_request()
+        has_room = len(self.open) < self._most or self._end_one_without_a_request()
         if not has_room and self._num_by_host[host] + 1 > self._most // num_hosts:
             return False
-        self._open[connection] = None
+        self.open[connection] = None
         self._num_by_host[host] += 1
         return True
 
     def remove(self, connection: Connection) -> None:
         """Forget one that has ended."""
-        if connection in self._open:
-            del self._open[connection]
+        if connection in self.open:
+            del self.open[connection]
             self._num_by_host -= Counter((connection.host,))
 
     def sweep(self) -> None:
         """End those that say nothing, and those that read nothing."""
         now_s = self.clock()
-        for connection in list(self._open):
+        for connection in list(self.open):
             if not connection.carries_request:
                 is_over = now_s - connection.silent_since_s > SILENCE_S
             else:
@@ -80,7 +81,7 @@ class Connections:
 
     def _end_one_without_a_request(self) -> bool:
         """Of the host that has most of them, the one that has been without a request for the longest time."""
-        free = [each for each in self._open if not each.carries_request]
+        free = [each for each in self.open if not each.carries_request]
         if not free:
             return False
         num_free = Counter(each.host for each in free)
@@ -117,7 +118,7 @@ class Connection(H11Protocol):
         transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        self.host = _host_of(transport)
+        self.host = host_of(transport)
         self._tcp = transport
         if not self._connections.add(self):
             transport.abort()
@@ -136,6 +137,13 @@ class Connection(H11Protocol):
         self._connections.remove(self)
         if self.transport is not None:
             super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.carries_request or self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            # Another response has begun or will: with two of them uvicorn fails and logs a traceback.
+            self.transport.abort()
+        else:
+            super().send_400_response(msg)
 
     def pause_writing(self) -> None:
         self.unread_since_s = self._connections.clock()
@@ -166,7 +174,7 @@ class Connection(H11Protocol):
             super().data_received(self._early)
 
 
-def _host_of(transport: asyncio.Transport) -> str:
+def host_of(transport: asyncio.Transport) -> str:
     """The address of the other end. Of an IPv6 address its network: a host has as many addresses there as it wants."""
     address = str((transport.get_extra_info("peername") or ("",))[0])
     try:

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from gateway.http.connections import HANDSHAKE_S, SILENCE_S, SLOW_READER_S, Connections, _host_of
+from gateway.http.connections import HANDSHAKE_S, SILENCE_S, SLOW_READER_S, Connections, host_of
 from tests.fakes.authority import Authority
 
 WAIT_S = 60.0
@@ -56,7 +56,7 @@ class Port:
         """Wait until so many connections are open, and so many carry a request."""
 
         def found() -> tuple[int, int]:
-            each = list(self.connections._open)
+            each = list(self.connections.open)
             return len(each), sum(one.carries_request for one in each)
 
         async with asyncio.timeout(WAIT_S):
@@ -167,6 +167,21 @@ async def test_a_body_that_nobody_reads_keeps_no_connection() -> None:
         assert await ends(reader) and len(port.connections) == 0
 
 
+async def test_a_body_that_is_no_http_ends_its_connection_and_not_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST /%s HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n%s"
+    async with listening(4) as port:
+        for num_gone, path in enumerate((b"wait", b""), 1):
+            reader = await port.open(head % (path, b"1\r\na\r\n"))
+            await port.until(1, int(path == b"wait"))
+            if not path:
+                assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            port.write(b"this is no length\r\n")
+            assert await ends(reader)
+            await port.until(0, 0)
+            assert port.num_gone == min(num_gone, 1)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_a_request_that_runs_has_no_time_limit_here() -> None:
     async with listening(4) as port:
         reader = await port.open(HEAD % b"wait")
@@ -180,7 +195,7 @@ async def test_a_reader_that_takes_nothing_is_ended_and_its_response_too() -> No
     async with listening(4) as port:
         await port.open(HEAD % b"endless")
         await port.until(1, 1)
-        [connection] = port.connections._open
+        [connection] = port.connections.open
         async with asyncio.timeout(WAIT_S):
             while connection.unread_since_s is None:
                 await asyncio.sleep(0.01)
@@ -189,7 +204,7 @@ async def test_a_reader_that_takes_nothing_is_ended_and_its_response_too() -> No
         await port.until(0, 0)
 
 
-async def test_handshakes_of_tls_count_and_give_way(tmp_path: Path) -> None:
+async def test_handshakes_of_tls_count_and_can_be_replaced(tmp_path: Path) -> None:
     authority = Authority()
     cert, key = authority.issue("localhost", "127.0.0.1").write(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -228,4 +243,4 @@ def test_addresses_of_one_network_are_one_host(address: str, host: str) -> None:
         def get_extra_info(self, _name: str) -> Any:
             return (address, 1) if address else ""
 
-    assert _host_of(Transport()) == host  # type: ignore[arg-type]
+    assert host_of(Transport()) == host  # type: ignore[arg-type]
