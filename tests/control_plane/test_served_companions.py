@@ -89,6 +89,15 @@ async def test_each_adapter_has_its_own_template_tokens_and_defaults(tmp_path: P
         other = (await generate(channel, adapter="a"))[0].started
         assert (other.sampling.temperature, other.sampling.top_p) == (0, 1)
 
+        # Adapters that act together: the base model's, whatever each of them brings.
+        for pair in ("ab", "ac", "bc"):
+            uses = [{"name": name, "scale": 0.5} for name in pair]
+            combined = (await generate(channel, adapters=uses, chat=CHAT, text=None))[0].started
+            assert combined.prompt_sha256 == expected[""]
+            assert (combined.sampling.temperature, combined.sampling.top_p) == (0, 1)
+        scaled = (await generate(channel, adapters=[{"name": "a", "scale": 0.5}], chat=CHAT, text=None))[0].started
+        assert scaled.prompt_sha256 == expected["a"]
+
         # The text of an added token: the stop string is found in the adapter's own text, and in no other's.
         ended = {
             name: (

@@ -6,15 +6,18 @@ Lines on the pipe: `state {...}` once it is open, then for every change `begin T
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from control_plane.errors import AdapterVersionActive, AdapterVersionHeld
 from control_plane.registry.model.worker_reports import WorkerReports
+from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.store_calls import StoreCalls
@@ -68,7 +71,10 @@ async def live(directory: Path, pipe: int, seed: int, *, is_last: bool) -> None:
 async def change_for_ever(
     registry: Registry, pipe: int, task: int, generator: random.Random, paths: list[dict[str, Path]]
 ) -> None:
-    """Register, push several versions in a row, delete a version, delete a name: one change after the other."""
+    """Register, push several versions in a row, delete a version, delete a name: one change after the other.
+
+    A pushed version is active before it is stored.
+    """
     while True:
         name = generator.choice(names_of(task))
         record = registry.find(name)
@@ -77,7 +83,9 @@ async def change_for_ever(
             for _ in range(3 if action == "push" else 1):
                 change: dict[str, Any] = {"name": name, "action": "register"}
                 write(pipe, f"begin {task}", change)
-                digest = (await registry.register(name, generator.choice(paths))).record.active_digest
+                publish = shown if action == "push" else None
+                registered = await registry.register(name, generator.choice(paths), publish=publish)
+                digest = registered.record.active_digest
                 write(pipe, f"done {task}", change | {"digest": digest})
         elif action == "delete":
             write(pipe, f"begin {task}", {"name": name, "action": "delete"})
@@ -95,6 +103,13 @@ async def change_for_ever(
                 continue
             write(pipe, f"done {task}", {"name": name, "action": "delete version", "digest": digest})
             await registry.finish_delete_version(digest)
+
+
+@contextlib.asynccontextmanager
+async def shown(_: PackedInfo) -> AsyncIterator[None]:
+    """As a push does: the name has the version before it is stored."""
+    await asyncio.sleep(0)
+    yield
 
 
 def state_of(registry: Registry, store: ArtifactStore, root: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from contract.expert_names import of_all, of_expert
 from control_plane.errors import InvalidAdapter
 from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule
+from control_plane.registry.peft.fields.activation import FIELD
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
 from tests.control_plane.registry.rig import base_model, pack
 
@@ -94,6 +95,28 @@ def test_fused_tensors_become_a_pair_for_every_product_of_every_expert(tmp_path:
         assert np.array_equal(packed[f"{path}.down_proj.b"], down_b[:, :, expert].T)
     assert len(packed) == 2 * 3 * EXPERTS
     assert info.target_modules == tuple(sorted(f"{EXPERTS_PATH}.*.{part}_proj" for part in ("gate", "up", "down")))
+
+
+def test_experts_and_routers_do_not_act_from_invocation_tokens_on(tmp_path: Path) -> None:
+    """An activated adapter on them is refused, fused or one by one; on the linear beside them it is accepted."""
+    linear = one("model.layers.0.self_attn.q_proj", sides=(HIDDEN, HIDDEN))
+    router = one("model.layers.0.mlp.gate", sides=(HIDDEN, EXPERTS))
+    single = {
+        f"{PREFIX}{EXPERTS_PATH}.1.gate_proj.lora_{part}.weight": each
+        for part, each in zip("AB", one("x").values(), strict=True)
+    }
+    activated: dict[str, Any] = {"alora_invocation_tokens": [3, 4]}
+    refused: list[tuple[Tensors, dict[str, Any], str]] = [
+        (fused(), {"target_parameters": FUSED}, "LoRA on experts"),
+        ({**fused(), **linear}, {"target_parameters": FUSED, "target_modules": ["q_proj"]}, "LoRA on experts"),
+        (single, {"target_modules": r".*experts\.1\.gate_proj"}, "LoRA on experts"),
+        (router, {"target_parameters": ["gate.weight"]}, "LoRA on routers"),
+    ]
+    for number, (tensors, fields, what) in enumerate(refused):
+        (directory := tmp_path / str(number)).mkdir()
+        assert f"the adapter has {what}" in problems(directory, tensors, **fields, **activated)[FIELD]
+    info, _ = register(tmp_path, linear, modules(), target_modules=["q_proj"], **activated)
+    assert info.alora_invocation_tokens == (3, 4)
 
 
 def test_the_same_weights_one_by_one_have_the_same_digest(tmp_path: Path) -> None:
