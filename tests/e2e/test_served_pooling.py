@@ -50,7 +50,8 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("system")
-    checkpoint = make_tokenizer(make_checkpoint(directory / "model", arch="llama"))
+    # Two ids of the vocabulary are no tokens of the tokenizer.
+    checkpoint = make_tokenizer(make_checkpoint(directory / "model", arch="llama", vocab_size=258))
     plain = make_adapter(directory / "plain", checkpoint, rank=8, targets=["q_proj", "down_proj"], seed=2)
     targets = ["q_proj", "v_proj"]
     directories = {
@@ -59,10 +60,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "reward": make_classifier(directory / "reward", checkpoint, num_labels=1, target_modules=targets, seed=4),
     }
     # A token of its own, in its tokenizer and behind the base model's in its vocabulary.
-    directories["tool"] = make_adapter(directory / "tool", checkpoint, targets=["q_proj"], resize=257, seed=5)
-    own = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    own.add_tokens([TOOL])
-    own.save(str(directories["tool"] / "tokenizer.json"))
+    directories["tool"] = make_adapter(directory / "tool", checkpoint, targets=["q_proj"], resize=259, seed=5)
+    # A classifier that gives an id of the base model its first meaning.
+    directories["marked"] = make_classifier(directory / "marked", checkpoint, target_modules=targets, seed=6)
+    for name, tokens in (("tool", ["<first>", "<second>", TOOL]), ("marked", [TOOL])):
+        own = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+        own.add_tokens(tokens)
+        own.save(str(directories[name] / "tokenizer.json"))
     config_file = directories["mood"] / "adapter_config.json"
     config = json.loads(config_file.read_text("utf-8")) | {"id2label": LABELS}
     config_file.write_text(json.dumps(config), "utf-8")
@@ -128,6 +132,18 @@ def test_classes_are_those_of_transformers_with_the_adapters_labels(served: Serv
     truth = classes_of(served.checkpoint, served.directories["reward"], PROMPTS[1], 1)
     assert reward.classifications[0].logits == close(truth.tolist())
     assert reward.classifications[0].probabilities == ()
+
+
+def test_a_text_is_classified_with_the_tokens_that_its_adapter_adds(served: Served) -> None:
+    text = "ab" + TOOL + "c"
+    for name, num_tokens in (("marked", 4), ("mood", 9)):
+        directory = served.directories[name]
+        own = directory if name == "marked" else served.checkpoint
+        prompt = Tokenizer.from_file(str(own / "tokenizer.json")).encode(text).ids
+        assert len(prompt) == num_tokens and (256 in prompt) == (name == "marked")
+        found = served.client.classify(text, adapter=name).classifications[0]
+        assert found.prompt_tokens == num_tokens
+        assert found.logits == close(classes_of(served.checkpoint, directory, tuple(prompt), 3).tolist())
 
 
 def test_the_record_of_an_adapter_shows_its_labels(served: Served) -> None:
