@@ -38,7 +38,7 @@ def gateway_app(config: GatewayConfig) -> Starlette:
         routes = [
             *health_routes(upstream),
             metrics.route(),
-            *vllm_routes(upstream, bodies, models),
+            *vllm_routes(upstream, bodies, models, timeout_s),
             Mount("/api/v1", tinker_app(upstream, futures, bodies, config.http.base_model_names, timeout_s)),
             Mount("/v1", routes=openai_routes(upstream, bodies, config.openai, models, timeout_s)),
         ]

@@ -59,6 +59,24 @@ WORKER = """
 """
 
 
+GATEWAY = """
+    import os, signal, sys
+    events, behaviour = sys.argv[1:3]
+    def tell(word):
+        with open(events, "a") as file: print(word, os.getpid(), *sys.argv[3:], file=file)
+    def stop(number, frame):
+        tell("gateway-stopped")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    tell("gateway-started")
+    if behaviour == "broken":
+        sys.exit(3)
+    print("motet gateway ready listen=127.0.0.1:7003", flush=True)
+    while True:
+        signal.pause()
+"""
+
+
 class Stage:
     """The stand-ins' scripts and what they reported."""
 
@@ -66,7 +84,7 @@ class Stage:
         self.folder = folder
         self.events = folder / "events"
         self.events.touch()
-        for name, source in (("control.py", CONTROL), ("worker.py", WORKER)):
+        for name, source in (("control.py", CONTROL), ("worker.py", WORKER), ("gateway.py", GATEWAY)):
             (folder / name).write_text(textwrap.dedent(source))
 
     def command(self, name: str, behaviour: str = "normal") -> list[str]:
@@ -133,6 +151,13 @@ async def when_printed(capsys: pytest.CaptureFixture[str], text: str) -> str:
     return seen
 
 
+async def when_reported(stage: Stage, word: str) -> None:
+    """Returns once a child reported `word`."""
+    async with asyncio.timeout(30):
+        while word not in stage.words():
+            await asyncio.sleep(0.01)
+
+
 async def test_both_start_and_stop_in_order(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     run = asyncio.create_task(stage.supervisor().run())
     reported = await when_printed(capsys, "motet ready")
@@ -141,6 +166,52 @@ async def test_both_start_and_stop_in_order(stage: Stage, capsys: pytest.Capture
     assert await asyncio.wait_for(run, 30) == 0
     assert stage.words() == ["control-started", "worker-started", "control-stopped", "worker-stopped"]
     assert stage.reported()[1][2:] == ["127.0.0.1:7002"]
+
+
+async def test_a_gateway_starts_beside_them_and_stops_first(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [0.0]
+    supervisor = stage.supervisor(
+        gateway_command=lambda address: [*stage.command("gateway.py"), address],
+        sleep=Naps(2, clock),
+        clock=lambda: clock[0],
+    )
+    run = asyncio.create_task(supervisor.run())
+    await when_printed(capsys, "motet ready: HTTP at 127.0.0.1:7003\n")
+    await when_reported(stage, "worker-started")
+    [gateway] = stage.pids("gateway-started")
+    os.kill(gateway, signal.SIGKILL)
+    await when_printed(capsys, "the gateway is at 127.0.0.1:7003 again\n")
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await asyncio.wait_for(run, 30) == 0
+    assert stage.words()[-3:] == ["gateway-stopped", "control-stopped", "worker-stopped"]
+    started = [line for line in stage.reported() if line[0] == "gateway-started"]
+    assert [line[2:] for line in started] == [["127.0.0.1:7001"]] * 2
+
+
+async def test_a_gateway_that_never_gets_ready_ends_everything(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervisor = stage.supervisor(gateway_command=lambda address: [*stage.command("gateway.py", "broken"), address])
+    assert await asyncio.wait_for(supervisor.run(), 30) == 1
+    assert "the gateway did not start (exit code 3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--http", "8000"], "--http: '8000' is not HOST:PORT"),
+        (["--http", "0.0.0.0:8000"], "--http: 0.0.0.0:8000 is reached by other machines and has no TLS"),
+        (["--http", "--tls-cert", "x"], "--http: is for a system without TLS"),
+    ],
+)
+def test_an_address_of_the_gateway_that_cannot_be_used_ends_before_anything_starts(
+    stage: Stage, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    both = (Side(declare("--tls-cert"), stage.command("control.py")), Side(declare(), stage.command("worker.py")))
+    with pytest.raises(SystemExit) as caught:
+        run_up(argv, sides=both)
+    assert caught.value.code == 2 and stage.words() == []
+    assert capsys.readouterr().err.startswith(f"motet up: {said}")
 
 
 async def test_worker_that_dies_is_started_again_with_growing_delays(

@@ -30,7 +30,7 @@ _CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
 }
 # Their command lines belong to the server parts, so they are handed over unread.
 _HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "up": ("run control plane and worker on this machine", up.run_up),
+    "up": ("run control plane, worker and, with --http, the gateway on this machine", up.run_up),
     "control-plane": ("run the control plane alone", server_parts.run_control_plane),
     "worker": ("run one worker alone", server_parts.run_worker),
     "gateway": ("run the HTTP gateway", server_parts.run_gateway),

@@ -1,7 +1,7 @@
-"""Runs a control plane and one worker as child processes and never leaves one behind.
+"""Runs a control plane, one worker and an HTTP gateway if wanted as child processes and never leaves one behind.
 
-The worker is started again when it dies; the end of the control plane is the end of everything. The children tell
-by one line on standard output that they are ready; their logs go straight to standard error.
+Worker and gateway are started again when they die; the end of the control plane is the end of everything. The children
+tell by one line on standard output that they are ready; their logs go straight to standard error.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from contract.ready_lines import CONTROL_PLANE_READY, WORKER_READY
+from contract.ready_lines import CONTROL_PLANE_READY, GATEWAY_READY, WORKER_READY
 from motet.command_line import WRONG_COMMAND_LINE
 
 _PR_SET_PDEATHSIG = 1
@@ -28,6 +28,8 @@ MAX_RESTART_S = 30.0
 STEADY_S = 60.0  # a worker that was ready this long starts again at the first delay
 STOP_MARGIN_S = 5.0  # what the control plane gets beyond its drain timeout
 WORKER_STOP_S = 10.0
+
+_CONTROL, _WORKER, _GATEWAY = "control plane", "worker", "gateway"
 
 
 class ChildFailed(Exception):
@@ -99,8 +101,12 @@ class _Child:
                 self.ready.set_result(match)
 
 
+class _Announce(Protocol):
+    def __call__(self, match: re.Match[str], *, is_first: bool) -> None: ...
+
+
 class Supervisor:
-    """Starts, watches and stops both. One use."""
+    """Starts, watches and stops them. One use."""
 
     def __init__(
         self,
@@ -109,19 +115,20 @@ class Supervisor:
         worker_command: Callable[[str], Sequence[str]],  # given the address to attach to
         environment: dict[str, str],
         drain_timeout_s: float,
+        gateway_command: Callable[[str], Sequence[str]] | None = None,  # given the address of the control plane
         worker_stop_s: float = WORKER_STOP_S,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control_command = control_command
         self._worker_command = worker_command
+        self._gateway_command = gateway_command
         self._environment = environment
         self._drain_timeout_s = drain_timeout_s
         self._worker_stop_s = worker_stop_s
         self._sleep = sleep
         self._clock = clock
-        self._control: _Child | None = None
-        self._worker: _Child | None = None
+        self._children: dict[str, _Child] = {}  # by name, the latest of each
         self._stop_requested = asyncio.Event()
 
     async def run(self) -> int:
@@ -158,50 +165,66 @@ class Supervisor:
     def _on_signal(self) -> None:
         """The first one stops in order, the second at once."""
         if self._stop_requested.is_set():
-            for child in (self._control, self._worker):
-                if child is not None:
-                    child.kill()
+            for child in self._children.values():
+                child.kill()
         else:
             _log("stopping; once more to stop at once")
             self._stop_requested.set()
 
     async def _run_all(self) -> None:
-        self._control = control = await self._start("control plane", self._control_command, CONTROL_PLANE_READY)
+        control = await self._start(_CONTROL, self._control_command, CONTROL_PLANE_READY)
         ready = await control.wait_ready()
-        keeper = asyncio.create_task(self._keep_worker(ready["clients"], _reachable(ready["workers"])))
+        clients, workers = ready["clients"], _reachable(ready["workers"])
+
+        def worker_ready(match: re.Match[str], *, is_first: bool) -> None:
+            worker_id = match["worker_id"]
+            if is_first:
+                print(f"motet ready: clients at {clients}, worker {worker_id} attached to {workers}", flush=True)
+            else:
+                _log(f"worker {worker_id} attached again")
+
+        def gateway_ready(match: re.Match[str], *, is_first: bool) -> None:
+            if is_first:
+                print(f"motet ready: HTTP at {match['listen']}", flush=True)
+            else:
+                _log(f"the gateway is at {match['listen']} again")
+
+        keeping = [self._keep(_WORKER, self._worker_command(workers), WORKER_READY, worker_ready)]
+        if self._gateway_command is not None:
+            command = self._gateway_command(_reachable(clients))
+            keeping.append(self._keep(_GATEWAY, command, GATEWAY_READY, gateway_ready))
+        keepers = [asyncio.create_task(keep) for keep in keeping]
         ended = asyncio.create_task(control.wait())
         try:
-            await asyncio.wait({keeper, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if keeper.done():
-                keeper.result()
+            await asyncio.wait({*keepers, ended}, return_when=asyncio.FIRST_COMPLETED)
+            for keeper in keepers:
+                if keeper.done():
+                    keeper.result()
             raise ChildFailed(f"the control plane ended with {describe(ended.result())}")
         finally:
-            for task in (keeper, ended):
+            for task in (*keepers, ended):
                 task.cancel()
-            await asyncio.gather(keeper, ended, return_exceptions=True)
+            await asyncio.gather(*keepers, ended, return_exceptions=True)
 
-    async def _keep_worker(self, clients: str, workers: str) -> None:
-        """Keeps one worker running. Raises ChildFailed if the first one never gets ready: its flags are wrong then."""
+    async def _keep(self, name: str, command: Sequence[str], pattern: re.Pattern[str], announce: _Announce) -> None:
+        """Keeps one child running. Raises ChildFailed if the first one never gets ready: its flags are wrong then."""
         delay_s = FIRST_RESTART_S
         is_first = True
         while True:
-            self._worker = worker = await self._start("worker", self._worker_command(workers), WORKER_READY)
+            child = await self._start(name, command, pattern)
             ready_s: float | None = None
             try:
-                worker_id = (await worker.wait_ready())["worker_id"]
+                match = await child.wait_ready()
                 ready_s = self._clock()
-                if is_first:
-                    print(f"motet ready: clients at {clients}, worker {worker_id} attached to {workers}", flush=True)
-                else:
-                    _log(f"worker {worker_id} attached again")
+                announce(match, is_first=is_first)
                 is_first = False
             except ChildFailed:
                 if is_first:
                     raise
-            code = await worker.wait()
+            code = await child.wait()
             if ready_s is not None and self._clock() - ready_s >= STEADY_S:
                 delay_s = FIRST_RESTART_S
-            _log(f"the worker ended with {describe(code)}; starting it again in {delay_s:g} s")
+            _log(f"the {name} ended with {describe(code)}; starting it again in {delay_s:g} s")
             await self._sleep(delay_s)
             delay_s = min(delay_s * 2, MAX_RESTART_S)
 
@@ -215,14 +238,15 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C reaches this process only, which stops the children in order
             preexec_fn=_die_with_parent(os.getpid()),
         )
-        return _Child(name, process, pattern)
+        self._children[name] = child = _Child(name, process, pattern)
+        return child
 
     async def _stop_children(self) -> None:
-        """The control plane first: its streams finish on the worker while it drains."""
-        if self._control is not None:
-            await self._control.stop(self._drain_timeout_s + STOP_MARGIN_S)
-        if self._worker is not None:
-            await self._worker.stop(self._worker_stop_s)
+        """The gateway first, whose requests finish; then the control plane, whose streams finish on the worker."""
+        drain_s = self._drain_timeout_s + STOP_MARGIN_S
+        for name, bound_s in ((_GATEWAY, drain_s), (_CONTROL, drain_s), (_WORKER, self._worker_stop_s)):
+            if (child := self._children.get(name)) is not None:
+                await child.stop(bound_s)
 
 
 def describe(exit_code: int) -> str:

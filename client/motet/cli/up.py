@@ -17,6 +17,8 @@ from motet.errors import invalid_field
 _OWN_FLAG = "--control-plane"
 _ANY_ADDRESS = "127.0.0.1:1"  # stands for it until it is known
 _MODEL_FLAG = "--model"
+_HTTP_FLAG = "--http"
+_HTTP_ADDRESS = "127.0.0.1:8000"
 _DEFAULT_DRAIN_TIMEOUT_S = 30.0
 
 
@@ -75,22 +77,45 @@ def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> in
     for side in (control_side, worker_side):
         if (mistake := side.find_mistake(arguments)) is not None:
             parser.refuse(mistake)
+    drain_timeout_s = float(getattr(arguments, "drain_timeout_s", _DEFAULT_DRAIN_TIMEOUT_S))
+    gateway_flags = _gateway_flags(arguments, parser, drain_timeout_s)
     from motet.cli.supervisor import Supervisor  # needs the checkout, as the two sides do
 
     control_argv, worker_argv = _argv_of(control, argv), _argv_of(worker, argv)
     supervisor = Supervisor(
         control_command=[*control_side.command, *control_argv],
         worker_command=lambda address: [*worker_side.command, _OWN_FLAG, address, *worker_argv],
+        gateway_command=None
+        if gateway_flags is None
+        else lambda address: [sys.executable, "-m", "gateway", "--server", address, *gateway_flags],
         environment=server_parts.child_environment(),
-        drain_timeout_s=float(getattr(arguments, "drain_timeout_s", _DEFAULT_DRAIN_TIMEOUT_S)),
+        drain_timeout_s=drain_timeout_s,
     )
     return asyncio.run(supervisor.run())
+
+
+def _gateway_flags(arguments: argparse.Namespace, parser: Parser, drain_timeout_s: float) -> list[str] | None:
+    """The gateway's flags but the address of its server; None: no gateway. Ends the process for what cannot be used."""
+    if arguments.http is None:
+        return None
+    if getattr(arguments, "tls_cert", None) is not None:
+        parser.refuse(
+            f"{_HTTP_FLAG}: is for a system without TLS; run `motet gateway` by itself, with --tls-cert, --tls-key and "
+            "--server-tls-ca"
+        )
+    is_insecure = bool(getattr(arguments, "insecure", False))
+    try:
+        server_parts.load("gateway.http.settings").HttpSettings(listen=arguments.http, insecure=is_insecure)
+    except ValueError as error:
+        parser.refuse(str(error).replace("--listen", _HTTP_FLAG, 1))
+    flags = ["--listen", arguments.http, "--drain-timeout-s", f"{drain_timeout_s:g}"]
+    return [*flags, "--insecure"] if is_insecure else flags
 
 
 def _parser(control: _Flags, worker: _Flags) -> Parser:
     parser = Parser(
         prog="motet up",
-        description="Run a control plane and one worker on this machine, until Ctrl-C. "
+        description="Run a control plane, one worker and with --http a gateway on this machine, until Ctrl-C. "
         "`motet up DIR` is short for `motet up --model DIR`.",
         allow_abbrev=False,
     )
@@ -104,6 +129,13 @@ def _parser(control: _Flags, worker: _Flags) -> Parser:
         group = parser.add_argument_group(title)
         for flag, settings in flags.items():
             group.add_argument(flag, **settings)
+    parser.add_argument_group("gateway").add_argument(
+        _HTTP_FLAG,
+        nargs="?",
+        const=_HTTP_ADDRESS,
+        metavar="HOST:PORT",
+        help=f"run the HTTP gateway, too, with the OpenAI-compatible API (default without a value: {_HTTP_ADDRESS})",
+    )
     return parser
 
 

@@ -1,0 +1,70 @@
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM's server has them, on Motet's registry.
+
+A place is named by one of the operator's roots (`--adapter-root`), never by a path or URL of the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from motet import Adapter, AsyncClient, InvalidArgument, NotFound
+
+from contract.ids import is_adapter_id
+from gateway.openai.errors import FieldRefusal, refused, unknown_model
+
+
+class LoadBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`/v1/load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    # Refused by name.
+    base_model_name: Any = None
+    is_3d_lora_weight: Any = None
+
+
+class UnloadBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`/v1/unload_lora_adapter`."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's own number; not used
+
+
+async def load(body: LoadBody, client: AsyncClient, timeout_s: float) -> str:
+    """Register an adapter from a root, or with `load_inplace` its next version. Raises Refusal, MotetError."""
+    for name in ("base_model_name", "is_3d_lora_weight"):
+        if getattr(body, name) is not None:
+            raise refused(name, "is not served; leave it out")
+    _check_name(body.lora_name)
+    if not body.load_inplace and await _found(body.lora_name, client) is not None:
+        raise FieldRefusal(
+            f"lora_name: {body.lora_name} is registered; give load_inplace for a new version", param="lora_name"
+        )
+    try:
+        await client.adapters.register_from_root(body.lora_name, body.lora_path, timeout_s=timeout_s)
+    except InvalidArgument as error:
+        raise refused("lora_path", error.message) from error
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+async def unload(body: UnloadBody, client: AsyncClient, timeout_s: float) -> str:
+    """Delete an adapter with all its versions; requests that run finish. Raises Refusal, MotetError."""
+    _check_name(body.lora_name)
+    if await _found(body.lora_name, client) is None:
+        raise unknown_model(body.lora_name)
+    await client.adapters.delete(body.lora_name, timeout_s=timeout_s)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+
+def _check_name(name: str) -> None:
+    if not is_adapter_id(name):
+        raise refused("lora_name", "is not the name of an adapter: 1 to 63 lower-case letters, digits, '-' or '_'")
+
+
+async def _found(name: str, client: AsyncClient) -> Adapter | None:
+    try:
+        return await client.adapters.get(name)
+    except NotFound:
+        return None
