@@ -66,9 +66,11 @@ class Tokenized:
     render_time: datetime | None  # for a conversation: when its chat template was rendered, UTC
 
 
-def facts_call(adapter: str) -> UnaryCall[ModelFacts]:
+def facts_call(adapter: str, adapter_digest: str = "") -> UnaryCall[ModelFacts]:
     """One call. Raises InvalidArgument for what the wire cannot carry."""
-    request = model_pb2.GetModelRequest(adapter=text_of("adapter", adapter))
+    request = model_pb2.GetModelRequest(
+        adapter=text_of("adapter", adapter), adapter_digest=text_of("adapter_digest", adapter_digest)
+    )
     return UnaryCall(_SERVICE + "GetModel", request, model_pb2.GetModelResponse, _facts_from, is_repeatable=True)
 
 
