@@ -100,8 +100,6 @@ def chat_options(body: ChatBody) -> GenerateOptions:
         _set_logprobs(options, "top_logprobs", body.top_logprobs or 0)
     if body.tool_choice not in (None, "auto", "none"):
         raise refused("tool_choice", "is served as 'auto' and 'none' only")
-    if body.parallel_tool_calls is False:
-        raise refused("parallel_tool_calls", "is not served as false; leave it out")
     if body.tools and body.tool_choice != "none":
         options["tools"] = body.tools
     if body.chat_template_kwargs:

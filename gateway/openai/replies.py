@@ -5,11 +5,13 @@ from __future__ import annotations
 import codecs
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from motet import Chunk, FinishReason, TokenLogprob, TokenLogprobs
+
+from gateway.openai.turns import Turn
 
 
 @dataclass(slots=True)
@@ -21,6 +23,8 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     has_begun: bool = False
+    turn: Turn | None = None  # reads what a chat's text has besides content
+    deltas: list[dict[str, Any]] = field(default_factory=list)  # of a chat: what the last chunk added
     offset: int = 0  # characters of the tokens so far
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="ignore")
@@ -49,6 +53,11 @@ class Reply:
         headers = {"x-request-id": self.id}
         return {**headers, "x-motet-adapter-digest": self.digest} if self.digest else headers
 
+    def read_with(self, make_turn: Callable[[], Turn]) -> None:
+        """Read each completion for more than its content. Call it before the first chunk is added."""
+        for choice in self.choices:
+            choice.turn = make_turn()
+
     def add(self, position: int, chunk: Chunk, model_fingerprint: str) -> Choice:
         """Take the next chunk of a prompt's generation; the choice that it belongs to."""
         if self._fingerprint is None:
@@ -57,6 +66,13 @@ class Reply:
         choice = self.choices[position * self._n + chunk.index]
         if chunk.finish_reason is not None:
             choice.finish_reason = "length" if chunk.finish_reason is FinishReason.LENGTH else "stop"
+        is_last = chunk.finish_reason is not None
+        if choice.turn is not None:
+            choice.deltas = choice.turn.read(chunk.text, is_last=is_last)
+            if choice.turn.has_calls and choice.finish_reason == "stop":
+                choice.finish_reason = "tool_calls"
+        else:
+            choice.deltas = [{"content": chunk.text}] if chunk.text else []
         if chunk.usage is not None:
             self._prompt_tokens[position] = chunk.usage.prompt_tokens, chunk.usage.cached_tokens
             self._completion_tokens += chunk.usage.completion_tokens
@@ -68,11 +84,8 @@ class Reply:
         choices = []
         for choice in self.choices:
             text = self._echo(choice) + "".join(choice.text)
-            said = (
-                {"message": {"role": "assistant", "content": text, "refusal": None}}
-                if self._is_chat
-                else {"text": text}
-            )
+            message = {"content": text, "refusal": None} if choice.turn is None else choice.turn.message()
+            said = {"message": {"role": "assistant", **message}} if self._is_chat else {"text": text}
             logprobs = self._logprobs(choice, choice.logprobs) if choice.logprobs else None
             choices.append({"index": choice.index, **said, "logprobs": logprobs, "finish_reason": choice.finish_reason})
         return {**self._head(kind), "choices": choices, "usage": self._usage()}
@@ -92,9 +105,13 @@ class Reply:
                 yield event({"delta": {"role": "assistant", "content": ""}})
             elif echo := self._echo(choice):
                 yield event({"text": echo})
-        if chunk.text or chunk.logprobs:
-            said = {"delta": {"content": chunk.text}} if self._is_chat else {"text": chunk.text}
-            yield event(said, self._logprobs(choice, chunk.logprobs) if chunk.logprobs else None)
+        logprobs = self._logprobs(choice, chunk.logprobs) if chunk.logprobs else None
+        added = [{"delta": delta} for delta in choice.deltas] if self._is_chat else [{"text": chunk.text}]
+        if self._is_chat and logprobs and not added:
+            added = [{"delta": {"content": ""}}]  # tokens whose text is held back
+        for said in added if self._is_chat or chunk.text or logprobs else ():
+            yield event(said, logprobs)
+            logprobs = None
         if chunk.finish_reason is not None:
             yield event({"delta": {}} if self._is_chat else {"text": ""}, None, choice.finish_reason)
 

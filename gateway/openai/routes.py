@@ -17,6 +17,7 @@ from gateway.http.bodies import Bodies
 from gateway.http.upstream import Upstream
 from gateway.openai.embeddings import EmbeddingBody, embeddings
 from gateway.openai.errors import refused
+from gateway.openai.forms import Forms, Reading, reading
 from gateway.openai.generations import chunks_of
 from gateway.openai.handlers import decoded
 from gateway.openai.messages import Body, ChatBody, CompletionBody
@@ -54,6 +55,7 @@ class _Api:
         self._settings = settings
         self._models = models
         self._timeout_s = timeout_s
+        self._forms = Forms()
 
     async def completions(self, request: Request) -> Any:
         body = await self._body(request, CompletionBody)
@@ -67,9 +69,13 @@ class _Api:
     async def chat_completions(self, request: Request) -> Any:
         body = await self._body(request, ChatBody)
         options = chat_options(body)
-        source = await self._models.resolve(body.model, self._upstream.client)
+        client = self._upstream.client
+        source = await self._models.resolve(body.model, client)
+        read = await reading(body, source, self._forms, client)
+        if read.is_needed:
+            options["skip_special_tokens"] = False
         reply = Reply(body.model, is_chat=True, n=body.n or 1)
-        return await self._respond(request, body, reply, [body.messages], _with(options, source, reply))
+        return await self._respond(request, body, reply, [body.messages], _with(options, source, reply), read)
 
     async def embeddings(self, request: Request) -> Response:
         body = await decoded(self._bodies, request, EmbeddingBody)
@@ -93,9 +99,17 @@ class _Api:
         return body
 
     async def _respond(
-        self, request: Request, body: Body, reply: Reply, prompts: Sequence[Prompt], options: GenerateOptions
+        self,
+        request: Request,
+        body: Body,
+        reply: Reply,
+        prompts: Sequence[Prompt],
+        options: GenerateOptions,
+        read: Reading | None = None,
     ) -> Any:
         chunks = chunks_of(self._upstream.client, prompts, options, self._timeout_s)
+        if read is not None:
+            chunks = read.into(reply, chunks, self._upstream.client)
         if body.stream:
             with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             return EventStream(_events(reply, chunks, with_usage), lambda: reply.headers, self._settings)

@@ -143,5 +143,5 @@ def _calls(adapter: str, adapter_digest: str, template_kwargs: Mapping[str, Any]
 
 def _render(conversation: list[Mapping[str, Any]], adapter: str, options: TokenizeOptions) -> _Rendering:
     tokens = yield tokenize_call(conversation, adapter, options)
-    text: str = yield detokenize_call(tokens.token_ids, adapter, False)
+    text: str = yield detokenize_call(tokens.token_ids, adapter, False, options["adapter_digest"])
     return text

@@ -42,6 +42,10 @@ class _Channel:
         if self._has_text and text:
             self._space, self._is_bare = text, True
 
+    def drop_space(self) -> None:
+        """Forget the space that is held."""
+        self._space = ""
+
     def write(self, text: str, events: list[Event]) -> None:
         if self._is_bare:
             text = text.lstrip()
@@ -69,7 +73,13 @@ class ResponseParser:
         self._is_over = False
         self._enter(None, 0, is_beginning=True)
         if prefix:
-            self.push(_after_anchor(prefix, template.start_anchor))
+            self.skip(_after_anchor(prefix, template.start_anchor))
+
+    def skip(self, text: str) -> None:
+        """Read what the prompt has of the completion: nothing of it is reported."""
+        self.push(text)
+        self._content.drop_space()
+        self._reasoning.drop_space()
 
     def push(self, text: str) -> list[Event]:
         """What further text reports."""

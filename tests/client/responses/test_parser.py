@@ -212,6 +212,18 @@ def test_a_prompt_that_began_to_think_is_read_first() -> None:
     assert (found["reasoning"], found["content"]) == ("hm", "yes")
 
 
+def test_space_that_ends_what_is_skipped_is_not_repeated() -> None:
+    parser = ResponseParser(load_template(dict(BUNDLED["hermes"])))
+    parser.skip("<think>Hm, ")
+    found = summary([*parser.push("yes</think> so"), *parser.finish()])
+    assert (found["reasoning"], found["content"]) == ("yes", "so")
+
+
+def test_a_prompt_without_the_anchor_is_not_read() -> None:
+    parser = ResponseParser(load_template(dict(BUNDLED["hermes"])), prefix="a <think> b")
+    assert summary([*parser.push("x"), *parser.finish()])["content"] == "x"
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -1,0 +1,124 @@
+"""Which form the completions of a chat have, and what of it a request wants read.
+
+Forms are kept for each version, which never changes; what a caller may see is judged by Motet at every request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from motet import AsyncClient, Chunk
+from motet.model.calls import facts_call
+from motet.responses import ResponseForm, ResponseParser, TemplateError, find_form_async
+
+from gateway.openai.messages import ChatBody
+from gateway.openai.models import Source
+from gateway.openai.replies import Reply
+from gateway.openai.turns import Turn
+
+logger = logging.getLogger(__name__)
+
+MAX_FORMS = 1024  # the oldest is found again
+
+
+class Forms:
+    """Forms by version and arguments of the chat template."""
+
+    def __init__(self) -> None:
+        self._forms: dict[tuple[str, str, str], ResponseForm | None] = {}
+
+    async def find(
+        self, source: Source, template_kwargs: Mapping[str, Any], client: AsyncClient
+    ) -> tuple[ResponseForm | None, str]:
+        """The form, if there is one, and the digest of the version that has it. Raises MotetError."""
+        facts = await client.send(facts_call(source.adapter, source.digest))
+        key = (facts.fingerprint, facts.adapter_digest, json.dumps(template_kwargs, sort_keys=True))
+        if key not in self._forms:
+            try:
+                form = await find_form_async(
+                    client, facts.adapter, adapter_digest=facts.adapter_digest, template_kwargs=template_kwargs
+                )
+            except TemplateError as error:
+                logger.warning("response template not used adapter=%s: %s", facts.adapter or "(base)", error)
+                form = None  # its chat stays text
+            self._forms[key] = form
+            if len(self._forms) > MAX_FORMS:
+                del self._forms[next(iter(self._forms))]
+        return self._forms[key], facts.adapter_digest
+
+
+class Reading:
+    """How one request's completions are read. Make it with `reading`."""
+
+    def __init__(
+        self, body: ChatBody, source: Source, forms: Forms, form: ResponseForm | None, adapter_digest: str
+    ) -> None:
+        self._body = body
+        self._source = source
+        self._forms = forms
+        self._adapter_digest = adapter_digest
+        self._form = self._wanted(form)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything but content to be read, for which special tokens must be in the text."""
+        return self._form is not None
+
+    async def into(
+        self, reply: Reply, chunks: AsyncGenerator[tuple[int, Chunk, str], None], client: AsyncClient
+    ) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+        """The same chunks; before the first one, `reply` learns how they are read."""
+        async with contextlib.aclosing(chunks):
+            has_begun = False
+            async for item in chunks:
+                if not has_begun:
+                    has_begun = True
+                    await self._begin(reply, item[1].adapter_digest, client)
+                yield item
+
+    async def _begin(self, reply: Reply, digest: str, client: AsyncClient) -> None:
+        if digest != self._adapter_digest:  # a canary, or a version that became active a moment ago
+            source = Source(self._source.adapter.partition("@")[0], digest)
+            form, _ = await self._forms.find(source, self._body.chat_template_kwargs or {}, client)
+            self._form = self._wanted(form)
+        if (form := self._form) is not None:
+            only_first = self._body.parallel_tool_calls is False
+            reply.read_with(lambda: Turn(self._parser(form), only_first_call=only_first))
+
+    def _wanted(self, form: ResponseForm | None) -> ResponseForm | None:
+        """The form without calls where the request offers no tools; None if only content is left of it."""
+        if form is None:
+            return None
+        fields = form.template.fields
+        if not self._body.tools or self._body.tool_choice == "none":
+            fields = {name: field for name, field in fields.items() if field.call is None}
+        if all(field is form.template.implicit for field in fields.values()):
+            return None
+        return dataclasses.replace(form, template=dataclasses.replace(form.template, fields=fields))
+
+    def _parser(self, form: ResponseForm) -> ResponseParser:
+        if self._body.continue_final_message:
+            parser = ResponseParser(form.template)
+            parser.skip(_text(self._body.messages[-1].get("content")))
+            return parser
+        return ResponseParser(form.template) if self._body.add_generation_prompt is False else form.parser()
+
+
+async def reading(body: ChatBody, source: Source, forms: Forms, client: AsyncClient) -> Reading:
+    """How the completions of a request are read. Raises MotetError."""
+    form, digest = await forms.find(source, body.chat_template_kwargs or {}, client)
+    return Reading(body, source, forms, form, digest)
+
+
+def _text(content: object) -> str:
+    """The text of a message's content, which may have parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text", "") if isinstance(part, Mapping) else part for part in parts)
+    return "".join(text for text in texts if isinstance(text, str))

@@ -1,0 +1,198 @@
+"""Tool calls and reasoning as the `openai` package reads them, of a model that writes them, over several turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from motet import Client
+from motet.responses import find_form
+
+from tests.e2e.harness import System
+from tests.gateway.gateway_process import Gateway
+from tests.gateway.openai.chained_model import make_chained_model
+from tests.makers import make_adapter
+
+WAIT_S = 240.0
+FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "512", "--max-rows", "8"]
+FLAGS += ["--max-model-len", "512", "--num-slots", "4", "--arena-bytes", "64MiB"]
+THOUGHT = ["<think>", "Hm, ", "weather.", "</think>"]
+CALL = ["<tool_call>", '{"name": "look_up", ', '"arguments": ', '{"city": ', '"Os', 'lo"}', "}</tool_call>"]
+SECOND = ["\n<tool_call>{", '"name": "now", ', '"arguments": {}}', "</tool_call>"]
+CHAINS = [
+    ["<|begin|>", *THOUGHT, "\n\nI ", "look.", *CALL, *SECOND],
+    ["<|result|>", "It ", "rains."],
+    ["<|poet|>", "[TOOL_CALLS]", "sing", "[ARGS]", '{"of": ', '"sun"}'],
+]
+TEMPLATE = (
+    '{% if tools %}Write <tool_call>{"name": ..., "arguments": ...}</tool_call> of {{ tools | tojson }}\n{% endif %}'
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{% if messages[-1].role == 'tool' %}<|result|>{% else %}<|begin|>{% endif %}{% endif %}"
+)
+POET = "{# [TOOL_CALLS] #}[TOOL_CALLS][ARGS]{{ messages[-1].content }}{% if add_generation_prompt %}<|poet|>{% endif %}"
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+MESSAGES: list[Any] = [{"role": "user", "content": "Is it raining?"}]
+GIVEN: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0.0, "max_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, openai.OpenAI]]:
+    directory = tmp_path_factory.mktemp("tools")
+    special = ["<think>", "</think>", "<tool_call>", "[TOOL_CALLS]", "[ARGS]"]
+    checkpoint = make_chained_model(directory / "chained", CHAINS, TEMPLATE, special=special)
+    configs: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "poet": {"chat_template": POET},
+        "broken": {"response_template": {"fields": {"colour": {"open": "a", "shape": 1}}}},
+    }
+    with System(checkpoint, directory) as system:
+        system.start_worker(flags=FLAGS)
+        client = system.client()
+        for name, config in configs.items():
+            adapter = make_adapter(directory / name, checkpoint, rank=2, targets=["q_proj"])
+            if config:
+                Path(adapter / "tokenizer_config.json").write_text(json.dumps(config))
+            client.adapters.register(name, adapter)
+        with (
+            Gateway(system.address, directory) as gateway,
+            openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as api,
+        ):
+            yield client, api
+
+
+@pytest.fixture
+def api(system: tuple[Client, openai.OpenAI]) -> openai.OpenAI:
+    return system[1]
+
+
+def calls(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+
+
+BOTH = [("look_up", {"city": "Oslo"}), ("now", {})]
+
+
+@pytest.mark.parametrize("model", ["chained", "plain"])
+def test_a_message_has_reasoning_content_and_calls(api: openai.OpenAI, model: str) -> None:
+    choice = api.chat.completions.create(model=model, **GIVEN).choices[0]
+    message = choice.message
+    assert (message.content, (message.model_extra or {})["reasoning_content"]) == ("I look.", "Hm, weather.")
+    assert calls(message) == BOTH and choice.finish_reason == "tool_calls"
+    assert len({call.id for call in message.tool_calls or ()}) == 2
+
+
+def test_a_stream_has_the_name_first_then_arguments_as_they_are_generated(api: openai.OpenAI) -> None:
+    with api.chat.completions.create(model="plain", stream=True, **GIVEN) as stream:
+        choices = [chunk.choices[0] for chunk in stream]
+    deltas = [choice.delta for choice in choices]
+    assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == "Hm, weather."
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    pieces = [call for delta in deltas for call in delta.tool_calls or ()]
+    by_index = [[piece for piece in pieces if piece.index == index] for index in (0, 1)]
+    assert len(by_index[0]) + len(by_index[1]) == len(pieces)
+    for (first, *later), (name, arguments) in zip(by_index, BOTH, strict=True):
+        assert first.function is not None and (first.function.name, first.function.arguments) == (name, "")
+        assert first.id and first.type == "function"
+        assert all(piece.id is None and piece.type is None and piece.function for piece in later)
+        assert json.loads("".join(piece.function.arguments or "" for piece in later if piece.function)) == arguments
+    assert [piece.function.arguments for piece in by_index[0][1:] if piece.function] == ['{"city": ', '"Os', 'lo"}']
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+
+
+def test_a_result_that_is_sent_back_gives_the_next_turn(api: openai.OpenAI) -> None:
+    first = api.chat.completions.create(model="plain", **GIVEN).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in first.tool_calls or ()]
+    turns = [*MESSAGES, first.model_dump(exclude_none=True, exclude={"refusal"}), *results]
+    choice = api.chat.completions.create(model="plain", **{**GIVEN, "messages": turns}).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("It rains.", None, "stop")
+
+
+def test_an_adapter_with_a_chat_template_of_its_own_is_read_by_its_own_marks(api: openai.OpenAI) -> None:
+    choice = api.chat.completions.create(model="poet", **GIVEN).choices[0]
+    assert calls(choice.message) == [("sing", {"of": "sun"})] and choice.message.content is None
+
+
+def test_a_template_that_cannot_be_used_leaves_the_adapters_chat_as_text(api: openai.OpenAI) -> None:
+    choice = api.chat.completions.create(model="broken", **GIVEN).choices[0]
+    assert (choice.message.content or "").startswith("Hm, weather.") and choice.message.tool_calls is None
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("options", [{"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}])
+def test_without_tools_to_choose_reasoning_alone_is_read(api: openai.OpenAI, options: dict[str, Any]) -> None:
+    choice = api.chat.completions.create(model="plain", **{**GIVEN, **options}).choices[0]
+    assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+    assert (choice.message.content or "").startswith('I look.<tool_call>{"name"')
+    assert (choice.message.model_extra or {})["reasoning_content"] == "Hm, weather."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_alone_where_parallel_calls_are_not_wanted(api: openai.OpenAI, stream: bool) -> None:
+    given = {**GIVEN, "model": "plain", "parallel_tool_calls": False}
+    if not stream:
+        assert calls(api.chat.completions.create(**given).choices[0].message) == BOTH[:1]
+        return
+    with api.chat.completions.create(**given, stream=True) as chunks:
+        deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert {call.index for call in deltas} == {0}
+
+
+def test_a_call_that_the_limit_cuts_keeps_the_arguments_that_came(api: openai.OpenAI) -> None:
+    choice = api.chat.completions.create(model="plain", **{**GIVEN, "max_tokens": 11}).choices[0]
+    [call] = choice.message.tool_calls or []
+    assert choice.finish_reason == "length" and call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("look_up", '{"city": "Os')
+
+
+def test_a_stop_string_ends_the_content(api: openai.OpenAI) -> None:
+    choice = api.chat.completions.create(model="plain", stop="look", **GIVEN).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("I", None, "stop")
+
+
+def test_all_completions_and_all_logprobs_come_whole_and_streamed(api: openai.OpenAI) -> None:
+    given: dict[str, Any] = {**GIVEN, "model": "plain", "n": 2, "logprobs": True, "temperature": 0.5, "seed": 1}
+    whole = api.chat.completions.create(**given)
+    assert whole.usage is not None
+    tokens: list[list[str]] = [[], []]
+    with api.chat.completions.create(**given, stream=True) as stream:
+        for chunk in stream:
+            choice = chunk.choices[0]
+            tokens[choice.index] += [each.token for each in (choice.logprobs and choice.logprobs.content) or ()]
+    for choice, streamed in zip(whole.choices, tokens, strict=True):
+        assert calls(choice.message) == BOTH and choice.logprobs is not None
+        assert [each.token for each in choice.logprobs.content or ()] == streamed
+    assert sum(map(len, tokens)) == whole.usage.completion_tokens
+
+
+def test_a_call_of_required_or_named_tools_is_refused_by_name(api: openai.OpenAI) -> None:
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "look_up"}}]
+    for wanted in choices:
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.chat.completions.create(model="plain", tool_choice=wanted, **GIVEN)
+        assert caught.value.param == "tool_choice"
+
+
+def test_a_message_that_goes_on_is_read_from_where_it_ended(api: openai.OpenAI) -> None:
+    turns = [*MESSAGES, {"role": "assistant", "content": "<think>Hm, "}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    choice = api.chat.completions.create(model="plain", extra_body=extra, **{**GIVEN, "messages": turns}).choices[0]
+    assert (choice.message.model_extra or {})["reasoning_content"] == "weather." and calls(choice.message) == BOTH
+
+
+def test_users_of_grpc_read_the_same(system: tuple[Client, openai.OpenAI]) -> None:
+    client = system[0]
+    form = find_form(client, "plain")
+    assert form is not None and form.generation_prompt == "<|begin|>"
+    text = client.generate(
+        MESSAGES, adapter="plain", tools=TOOLS, temperature=0.0, max_tokens=64, skip_special_tokens=False
+    )
+    parser = form.parser()
+    events = [event for chunk in text for event in parser.push(chunk.text)] + parser.finish()
+    names = [event.name for event in events if hasattr(event, "name")]
+    assert names == ["look_up", "now"]
