@@ -229,16 +229,24 @@ class ServerConfig:
         "processes that hold the connections of clients; 0: this process does", 0, unit="a count", lowest=0, highest=64
     )
     no_reflection: bool = setting("leave the gRPC reflection service out", False, shown_default="the service is there")
+    metrics_listen: str | None = setting(
+        "HTTP address of /metrics for Prometheus, /healthz and /readyz, without TLS; port 0 takes a free one",
+        None,
+        metavar="HOST:PORT",
+        shown_default="none",
+    )
     log_level: str = setting("debug, info, warning or error", "info", choices=LOG_LEVELS)
     access: AccessSettings = group(AccessSettings)
 
     def __post_init__(self) -> None:
         if (mistake := flags.find_mistake(self)) is not None:
             raise ConfigError(mistake)
-        for name in ("listen", "worker_listen"):
-            host, _, port = getattr(self, name).rpartition(":")
+        for name in ("listen", "worker_listen", "metrics_listen"):
+            if (address := getattr(self, name)) is None:
+                continue
+            host, _, port = address.rpartition(":")
             if not host or not port.isdigit() or int(port) > 65535:
-                raise ConfigError(f"{_flag_of(name)}: {getattr(self, name)!r} is not HOST:PORT with a port up to 65535")
+                raise ConfigError(f"{_flag_of(name)}: {address!r} is not HOST:PORT with a port up to 65535")
         if self.listen == self.worker_listen and not self.listen.endswith(":0"):
             raise ConfigError(f"--worker-listen: {self.worker_listen} is --listen too; the two ports must differ")
         try:

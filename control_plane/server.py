@@ -65,6 +65,7 @@ from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
+from control_plane.setup.metrics import ControlPlaneMetrics
 from control_plane.setup.storage import open_storage, uploads_in
 from control_plane.setup.tasks import open_tasks
 from control_plane.signatures.verifier import open_verifier
@@ -158,7 +159,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher(on_read=audit.file_read)
     transport, authenticator = _open(open_transport, config, watcher), await _authenticator(config, watcher, stack)
-    clients, workers = _make_ports(config, max_connections, authenticator, transport, audit, stack)
+    metrics = ControlPlaneMetrics(config.metrics_listen)
+    clients, workers = _make_ports(config, max_connections, authenticator, transport, metrics, audit, stack)
     fleet = Fleet(assemble(fleet_settings, base_model, weights, registry.incarnation, audit=audit))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
@@ -186,11 +188,13 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint)
     texts = adapter_texts(codec, weights, stack)
     parts: Any = {"texts": texts, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
+    parts["metrics"] = metrics.requests
     tasks = open_tasks(config, task_cache, life_cycle, fleet, reports, base_model, uploads, audit)
     generation_service = generation.GenerationService(model=facts, served=reports, codec=codec, tasks=tasks, **parts)
     pooling_service = pooling.PoolingService(model=facts, served=reports, **parts)
     status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
     health_part, reporter = _report_on(fleet, reports)
+    _serve_metrics(metrics, stack, status_service, registry, weights, fleet, gate)
     _offer(
         clients,
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
@@ -231,6 +235,14 @@ def _report_on(fleet: Fleet, reports: WorkerReports) -> tuple[tuple[Any, object]
     fleet.on_workers_changed(reporter.on_workers_changed)
     fleet.on_workers_changed(lambda: reports.update(fleet.reports()))
     return (health_pb2_grpc.add_HealthServicer_to_server, service), reporter
+
+
+def _serve_metrics(metrics: ControlPlaneMetrics, stack: contextlib.AsyncExitStack, *parts: Any) -> None:
+    """Raises ConfigError."""
+    try:
+        metrics.serve(stack, *parts)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _roots(config: ServerConfig, stack: contextlib.AsyncExitStack) -> AdapterRoots:
@@ -325,10 +337,12 @@ def _make_ports(
     max_connections: int,
     authenticator: Authenticator,
     transport: Transport,
+    metrics: ControlPlaneMetrics,
     audit: AuditLog,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[ClientPort, grpc.aio.Server]:
     """The server of the clients' port and that of the workers' port, neither listening yet."""
+    on_refused = metrics.counting(audit.refused)
     clients = client_port(
         config,
         max_connections=max_connections,
@@ -337,10 +351,10 @@ def _make_ports(
         write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
         identify=Callers(authenticator),
         guard=transport.client_guard,
-        on_refused=audit.refused,
+        on_refused=on_refused,
     )
     stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
-    workers = listeners.worker_server(guard=transport.worker_guard, on_refused=audit.refused)
+    workers = listeners.worker_server(guard=transport.worker_guard, on_refused=on_refused)
     stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
     return clients, workers
 

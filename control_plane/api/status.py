@@ -64,7 +64,7 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
         """Everything that the caller may see, at one moment: no await between the reads."""
         caller = current_caller()
         if caller.principal.is_admin:
-            return self._whole()
+            return self.whole()
         # The count takes turns of the event loop where the credential lists adapters.
         return self._own_part(caller, await count_visible(self._registry))
 
@@ -79,7 +79,8 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
             own_tenant_only=True,
         )
 
-    def _whole(self) -> status_pb2.GetStatusResponse:
+    def whole(self) -> status_pb2.GetStatusResponse:
+        """Everything, as an admin sees it."""
         registry, cache = self._registry.stats(), self._weights.stats()
         tenants = self._fleet.tenant_use()
         workers = sorted(self._fleet.worker_snapshots(), key=lambda worker: worker.worker_id)

@@ -313,14 +313,18 @@ def _log(record: Record) -> None:
     )
 
 
+def reason_of(error: BaseException) -> str:
+    """The reason that an error stands for."""
+    if isinstance(error, MotetError):
+        return error.reason
+    return CANCELLED if isinstance(error, asyncio.CancelledError | GeneratorExit) else INTERNAL
+
+
 def _verdict(error: BaseException) -> tuple[Outcome, str]:
     """The outcome and the reason that an error stands for."""
-    if isinstance(error, MotetError):
-        is_denial = isinstance(error, _DENIALS) and not isinstance(error, SlowConsumer)
-        return Outcome.DENIED if is_denial else Outcome.FAILURE, error.reason
-    # Somebody left before the end: a change may have been made all the same.
-    is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
-    return Outcome.FAILURE, CANCELLED if is_cancelled else INTERNAL
+    is_denial = isinstance(error, _DENIALS) and not isinstance(error, SlowConsumer)
+    # Where somebody left before the end, a change may have been made all the same.
+    return Outcome.DENIED if is_denial else Outcome.FAILURE, reason_of(error)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -1,4 +1,6 @@
-"""The audit log's record of one generation: who had what computed where, in how much time, and how it ended.
+"""What is kept of one generation that ended: its record in the audit log, and its numbers among the metrics.
+
+The record says who had what computed where, in how much time, and how it ended.
 
 Collects nothing while tokens come: everything is read once, when the generation has ended. It has no text unless the
 audit log is to have text.
@@ -15,10 +17,11 @@ from control_plane.access.principal import BASE_MODEL
 from control_plane.api.generation.request import CheckedRequest
 from control_plane.api.generation.response_stream import ResponseStream
 from control_plane.audit import actions
-from control_plane.audit.audit_log import AuditLog
+from control_plane.audit.audit_log import AuditLog, reason_of
 from control_plane.caller import Caller
 from control_plane.errors import DeadlineExceeded
 from control_plane.fleet.requests.streams import JobStream, Place
+from control_plane.metrics.request_metrics import EndedRequest, Metrics
 from control_plane.scheduler.types import Request
 
 
@@ -28,7 +31,7 @@ class GenerationRecord:
     A request that the fleet does not take on is no generation: it has no record, and the refusal has a line of its own.
     """
 
-    __slots__ = ("_audit", "_caller", "_checked", "_clock", "_request", "_stream", "job")
+    __slots__ = ("_audit", "_caller", "_checked", "_clock", "_metrics", "_request", "_stream", "job")
 
     def __init__(
         self,
@@ -38,8 +41,10 @@ class GenerationRecord:
         request: Request,
         stream: ResponseStream,
         clock: Callable[[], float],
+        metrics: Metrics,
     ) -> None:
         self._audit = audit
+        self._metrics = metrics
         self._caller = caller
         self._checked = checked
         self._request = request
@@ -53,16 +58,38 @@ class GenerationRecord:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        if self._audit.is_on and (self.job is not None or error is None):
-            self._write(error)
-
-    def _write(self, error: BaseException | None) -> None:
+        if self.job is None and error is not None:
+            return
         request, now_s = self._request, self._clock()
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             if self._stream.is_finished:
                 error = None  # the client had everything
             elif request.deadline_s is not None and now_s >= request.deadline_s:
                 error = DeadlineExceeded("the client's deadline passed")
+        if self._metrics.is_on:
+            self._count(error, now_s)
+        if self._audit.is_on:
+            self._write(error, now_s)
+
+    def _count(self, error: BaseException | None, now_s: float) -> None:
+        request, stream = self._request, self._stream
+        facts = None if self.job is None else self.job.facts
+        first_token_s = stream.first_token_s
+        self._metrics.ended(
+            EndedRequest(
+                tenant=request.account,
+                adapters=[label_of(use.name) for use in stream.adapters],
+                reasons=stream.finish_reasons if error is None else [reason_of(error)],
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=0 if facts is None else facts.num_cached_tokens,
+                num_generated_tokens=0 if facts is None else facts.num_new_tokens,
+                queue_s=None if facts is None else facts.queue_time_s,
+                first_token_s=None if first_token_s is None else first_token_s - request.arrival_s,
+                total_s=now_s - request.arrival_s,
+            )
+        )
+
+    def _write(self, error: BaseException | None, now_s: float) -> None:
         more = self._numbers(now_s)
         num_text_bytes = 0
         if self._audit.has_text:
@@ -107,6 +134,11 @@ class GenerationRecord:
         elif checked.token_ids is not None:
             prompt = list(checked.token_ids)
         return {"prompt": prompt, "completions": self._stream.texts}
+
+
+def label_of(resource: str) -> str:
+    """An adapter's resource name as a label of metrics: "adapters/legal" gives "legal"."""
+    return resource.removeprefix("adapters/")
 
 
 def place_of(place: Place) -> dict[str, Any]:

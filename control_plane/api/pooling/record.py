@@ -1,6 +1,6 @@
-"""The audit log's record of one call that embeds or classifies. Like a generation's, it has text only where that is on.
+"""What is kept of one call that embeds or classifies: its record in the audit log, and its numbers among the metrics.
 
-Everything is read once, when the call has ended.
+Everything is read once, when the call has ended. Like a generation's record, it has text only where that is on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from control_plane.access.principal import BASE_MODEL
 from control_plane.api.generation.generation_record import place_of, rounded, size_of
 from control_plane.api.pooling.pooled_inputs import PooledInputs
 from control_plane.api.pooling.request import CheckedCall
-from control_plane.audit.audit_log import AuditLog
+from control_plane.audit.audit_log import AuditLog, reason_of
 from control_plane.caller import Caller
 from control_plane.errors import DeadlineExceeded
+from control_plane.fleet.requests.streams import RunFacts
+from control_plane.metrics.request_metrics import EndedRequest, Metrics
 from control_plane.scheduler.types import Request
 
 
@@ -36,7 +38,9 @@ class PoolingRecord:
         requests: list[Request],
         inputs: PooledInputs,
         clock: Callable[[], float],
+        metrics: Metrics,
     ) -> None:
+        self._metrics = metrics
         self._audit = audit
         self._caller = caller
         self._action = action
@@ -52,14 +56,35 @@ class PoolingRecord:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        if self._audit.is_on and self._inputs.streams:
-            self._write(error)
-
-    def _write(self, error: BaseException | None) -> None:
+        if not self._inputs.streams:
+            return
         first, now_s = self._requests[0], self._clock()
         if isinstance(error, asyncio.CancelledError) and first.deadline_s is not None and now_s >= first.deadline_s:
             error = DeadlineExceeded("the client's deadline passed")
         facts = [stream.facts for stream in self._inputs.streams]
+        if self._metrics.is_on:
+            self._count(facts, error, now_s)
+        if self._audit.is_on:
+            self._write(facts, error, now_s)
+
+    def _count(self, facts: list[RunFacts], error: BaseException | None, now_s: float) -> None:
+        first = self._requests[0]
+        self._metrics.ended(
+            EndedRequest(
+                tenant=first.account,
+                adapters=[] if first.adapter is None else [self._checked.adapter.adapter_id],
+                reasons=[self._action if error is None else reason_of(error)],
+                num_prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
+                num_cached_tokens=sum(each.num_cached_tokens for each in facts),
+                num_generated_tokens=0,
+                queue_s=facts[0].queue_time_s,
+                first_token_s=None,
+                total_s=now_s - first.arrival_s,
+            )
+        )
+
+    def _write(self, facts: list[RunFacts], error: BaseException | None, now_s: float) -> None:
+        first = self._requests[0]
         places = {(place.worker_id, place.epoch, place.slot): place for each in facts for place in each.places}
         more: dict[str, Any] = {
             "fleet_request_ids": [request.request_id for request in self._requests],

@@ -42,6 +42,7 @@ from control_plane.errors import (
     PoolingNotServed,
 )
 from control_plane.fleet.fleet import Fleet
+from control_plane.metrics.request_metrics import Metrics, NoMetrics
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import ResolvedAdapter
 from control_plane.registry.registry import Registry
@@ -95,6 +96,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         fleet: Fleet,
         gate: DrainGate,
         audit: AuditLog | None = None,
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw_request_id: Callable[[], str] = lambda: f"req-{secrets.token_hex(8)}",
     ) -> None:
@@ -105,6 +107,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         self._fleet = fleet
         self._gate = gate
         self._audit = audit or AuditLog()
+        self._metrics = metrics or NoMetrics()
         self._clock = clock
         self._draw_request_id = draw_request_id
 
@@ -274,7 +277,15 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         """Compute every request, and let `take` have the results in order."""
         inputs = PooledInputs(self._fleet, requests)
         with PoolingRecord(
-            self._audit, call.caller, action, call.request_id, call.checked, requests, inputs, self._clock
+            self._audit,
+            call.caller,
+            action,
+            call.request_id,
+            call.checked,
+            requests,
+            inputs,
+            self._clock,
+            self._metrics,
         ):
             try:
                 for _ in requests:

@@ -73,6 +73,10 @@ class ArenaResidency:
         """The attached workers, in order."""
         return sorted(self._sessions)
 
+    def num_slots(self) -> int:
+        """Adapters that may be loaded at once, over all workers."""
+        return sum(session.limits.num_slots for session in self._sessions.values())
+
     def workers_by_digest(self) -> dict[str, tuple[str, ...]]:
         """The workers that have each adapter in a slot, in order."""
         found: dict[str, tuple[str, ...]] = {}

@@ -1,0 +1,1 @@
+"""What the metrics of control plane and worker share: `port.py` serves them."""

@@ -1,0 +1,75 @@
+"""The metrics of this process: what its parts count into, and the port that shows it with the state of the system."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from control_plane.api.gate import DrainGate
+from control_plane.api.rpc.interceptor import OnRefused
+from control_plane.api.status import StatusService
+from control_plane.caller import Caller
+from control_plane.errors import MotetError
+from control_plane.fleet.fleet import Fleet
+from control_plane.host_cache.weights import AdapterWeights
+from control_plane.metrics.port import Pages, new_registry, open_port
+from control_plane.metrics.request_metrics import Metrics, NoMetrics, RequestMetrics
+from control_plane.metrics.system_metrics import CacheCounts, LoadedAdapter, Snapshot
+from control_plane.registry.registry import Registry
+
+
+class ControlPlaneMetrics:
+    """`requests` counts from the beginning; serve() shows it. Without an address nothing is counted."""
+
+    def __init__(self, address: str | None) -> None:
+        """`address`: HOST:PORT to listen on; None: nowhere."""
+        self._address = address
+        self._registry = new_registry()
+        self.requests: Metrics = NoMetrics() if address is None else RequestMetrics(self._registry)
+
+    def counting(self, on_refused: OnRefused) -> OnRefused:
+        """What counts an error before it is handed on."""
+
+        def count(method: str, caller: Caller, error: MotetError) -> None:
+            self.requests.refused(error.reason)
+            on_refused(method, caller, error)
+
+        return count
+
+    def serve(
+        self,
+        stack: contextlib.AsyncExitStack,
+        status: StatusService,
+        registry: Registry,
+        weights: AdapterWeights,
+        fleet: Fleet,
+        gate: DrainGate,
+    ) -> None:
+        """Listen, until `stack` ends. Raises ValueError if the address cannot be listened on."""
+        if self._address is None:
+            return
+        pages = Pages(self._registry, lambda: snapshot(status, registry, weights, fleet), asyncio.get_running_loop())
+        open_port(self._address, pages, is_ready(fleet, gate), stack)
+
+
+def is_ready(fleet: Fleet, gate: DrainGate) -> Callable[[], bool]:
+    """Whether generations are served: a worker is attached, and the server is not being stopped."""
+    return lambda: fleet.num_workers > 0 and not gate.is_draining
+
+
+def snapshot(status: StatusService, registry: Registry, weights: AdapterWeights, fleet: Fleet) -> Snapshot:
+    """The system at this moment: no await between the reads."""
+    cache = weights.stats()
+    loaded = [
+        LoadedAdapter(name, digest, worker_id, is_pinned=weights.is_pinned(digest))
+        for digest, worker_ids in fleet.residency.workers_by_digest().items()
+        for worker_id in worker_ids
+        if (name := min(registry.names_of(digest), default=""))
+    ]
+    return Snapshot(
+        status=status.whole(),
+        cache=CacheCounts(cache.num_hits, cache.num_misses, cache.num_corrupt),
+        loaded=tuple(sorted(loaded, key=lambda each: (each.worker, each.adapter))),
+        max_loaded=fleet.residency.num_slots(),
+    )
