@@ -25,7 +25,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # What the checks cannot do without, as `import` names it, and what the served system needs beside it.
 NEEDED = ("torch", "transformers", "peft", "safetensors", "numpy", "grpc", "google.protobuf", "pytest")
-NEEDED_TO_SERVE = ("tokenizers", "jinja2", "uvloop", "google.rpc", "google.longrunning", "grpc_health")
+NEEDED_TO_SERVE = (
+    "tokenizers",
+    "jinja2",
+    "prometheus_client",
+    "uvloop",
+    "google.rpc",
+    "google.longrunning",
+    "grpc_health",
+)
 NEEDED_TO_SERVE += ("grpc_reflection",)
 GPU_TESTS = ROOT / "tests" / "gpu"
 SERVED_TESTS = "test_served_generation.py"

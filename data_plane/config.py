@@ -162,6 +162,12 @@ class WorkerConfig:
     exit_when_disconnected_s: float | None = setting(
         "exit after this long without a control plane", None, unit="seconds", shown_default="never", lowest=0
     )
+    worker_metrics_listen: str | None = setting(
+        "HTTP address of the worker's /metrics, /healthz and /readyz, without TLS; port 0 takes a free one",
+        None,
+        metavar="HOST:PORT",
+        shown_default="none",
+    )
     log_level: str = setting("debug, info, warning or error", "info", choices=LOG_LEVELS)
     profile: int | None = setting(
         "write a trace of this many steps, from the first one with work",
@@ -190,7 +196,12 @@ class WorkerConfig:
         host, _, port = self.control_plane.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"--control-plane: {self.control_plane!r} is not HOST:PORT with a port of 1 to 65535")
-
+        if self.worker_metrics_listen is not None:
+            host, _, port = self.worker_metrics_listen.rpartition(":")
+            if not host or not port.isdigit() or int(port) > 65535:
+                raise ConfigError(
+                    f"--worker-metrics-listen: {self.worker_metrics_listen!r} is not HOST:PORT with a port up to 65535"
+                )
         self._check_redis()
         self._check_tls()
 

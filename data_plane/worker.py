@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from motet.command_line import WRONG_COMMAND_LINE, Parser
 
@@ -23,10 +24,13 @@ from contract.v1.plan_pb2_grpc import WorkerServiceStub
 from data_plane import build_native
 from data_plane.config import WorkerConfig, add_arguments, from_args
 from data_plane.errors import ConfigError
-from data_plane.plan import AdapterSource, Engine
+from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.profile import Record, StepProfile
 from data_plane.self_check import check_engine
 from data_plane.stream.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory
+
+if TYPE_CHECKING:
+    from data_plane.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +66,10 @@ def _build_and_run(argv: Sequence[str]) -> int:
         check_engine(engine)
         gc.collect()
         gc.freeze()  # the model lives as long as the process: no collection need walk it between two steps
+        return run_worker(engine, config, record=recording)
     except ConfigError as error:
         print(f"{parser.prog}: {redacted(str(error))}", file=sys.stderr)
         return WRONG_COMMAND_LINE
-    return run_worker(engine, config, record=recording)
 
 
 def run_worker(
@@ -78,7 +82,8 @@ def run_worker(
 ) -> int:
     """Attach `engine` until SIGTERM or SIGINT, a Drain, or a refusal; the process exit code. Main thread only.
 
-    `record` opens the recording of the engine's native runs, for config.profile.
+    `record` opens the recording of the engine's native runs, for config.profile. Raises ConfigError if
+    config.worker_metrics_listen cannot be used.
     """
     settings = PlanClientSettings(
         control_plane=config.control_plane,
@@ -89,10 +94,18 @@ def run_worker(
     )
     profile = StepProfile(config.profile, config.profile_out, record) if config.profile is not None else None
 
+    metrics = None if config.worker_metrics_listen is None else _metrics(engine)
+
     def on_ready(epoch: int) -> None:
         print(worker_ready(config.worker_id, epoch), flush=True)
         if profile is not None:
             profile.start()
+
+    def on_step(plan: StepPlan, output: StepOutput) -> None:
+        if metrics is not None:
+            metrics.on_step(plan, output)
+        if profile is not None:
+            profile.end_step(plan, output)
 
     client = PlanClient(
         engine,
@@ -101,13 +114,29 @@ def run_worker(
         open_channel=open_channel,
         check_self=lambda: check_engine(engine),
         on_ready=on_ready,
-        on_step=(lambda _plan, _output: None) if profile is None else profile.end_step,
+        on_step=on_step,
+        on_load=(lambda _seconds, _is_ready: None) if metrics is None else metrics.on_load,
     )
     with contextlib.ExitStack() as stack:
+        if config.worker_metrics_listen is not None and metrics is not None:
+            try:
+                port = metrics.open_port(config.worker_metrics_listen, lambda: client.is_attached)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            stack.callback(port.close)
         stack.enter_context(_handling_signals(client.stop))
         if profile is not None:
             stack.callback(profile.close)
         return client.run()
+
+
+def _metrics(engine: Engine) -> WorkerMetrics:
+    """Raises ConfigError without their library, which only this flag needs."""
+    try:
+        from data_plane.metrics import WorkerMetrics
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--worker-metrics-listen: needs the Python package {error.name}; install it") from error
+    return WorkerMetrics(engine)
 
 
 @contextlib.contextmanager

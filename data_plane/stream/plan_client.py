@@ -111,6 +111,7 @@ class PlanClient:
         open_channel: ChannelFactory | None = None,
         on_ready: Callable[[int], None] = lambda _epoch: None,
         on_step: Callable[[StepPlan, StepOutput], None] = lambda _plan, _output: None,
+        on_load: Callable[[float, bool], None] = lambda _seconds, _is_ready: None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         check_self: Callable[[], None] = lambda: None,
@@ -127,6 +128,8 @@ class PlanClient:
         self._open_channel = open_channel or channel_factory(settings.tls_files)
         self._on_ready = on_ready  # called with the epoch of each session
         self._on_step = on_step  # called when a step's result was sent
+        self._on_load = on_load  # called in loader threads, see Session
+        self.is_attached = False  # while a session is served
         self._clock = clock
         self._rng = rng or random.Random(settings.worker_id)
         self._log = SessionLog(settings.worker_id, settings.control_plane, clock)
@@ -235,6 +238,7 @@ class PlanClient:
                     load_threads=self._settings.load_threads,
                     close_source=weights_channel.close,
                     on_step=self._on_step,
+                    on_load=self._on_load,
                     clock=self._clock,
                     exit_process=self._exit_process,
                     leave_reason=None if renewal is None else renewal.reason,
@@ -242,7 +246,11 @@ class PlanClient:
                 self.num_sessions += 1
                 self._log.attached(session.epoch)
                 self._on_ready(session.epoch)
-                return session.serve()
+                self.is_attached = True
+                try:
+                    return session.serve()
+                finally:
+                    self.is_attached = False
             finally:
                 welcome_timer.cancel()
                 welcome_timer.join()

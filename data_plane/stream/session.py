@@ -43,11 +43,13 @@ class Session:
         load_threads: int,
         close_source: Callable[[], None],
         on_step: Callable[[StepPlan, StepOutput], None],
+        on_load: Callable[[float, bool], None],
         clock: Callable[[], float],
         exit_process: Callable[[int], None],
         leave_reason: LeaveReason | None = None,
     ) -> None:
         """`close_source` makes loads fail that wait for the control plane; `on_step` gets each step that was executed.
+        `on_load` gets the seconds that each load took, and whether the adapter is ready; called in loader threads.
 
         `exit_process` ends the process at once, where one of its threads is stuck. `leave_reason`: see SessionWatch.
         """
@@ -57,6 +59,7 @@ class Session:
         self._source = source
         self._close_source = close_source
         self._on_step = on_step
+        self._on_load = on_load
         self._clock = clock
         self._work = WorkInHand()
         times = WatchTimes(
@@ -204,13 +207,15 @@ class Session:
             self._work.loads.pop((load.slot, load.generation), None)
         if state == "STATE_FAILED":
             logger.warning("adapter load failed digest=%s slot=%d: %s", load.digest, load.slot, reason)
+        load_time_s = self._clock() - start_s
+        self._on_load(load_time_s, state == "STATE_READY")
         if self._is_closed:
             return
         message = self._slot_state(load.slot, load.generation, state=state, digest=load.digest)
         message.slot_state.reason = reason[:2000]
         message.slot_state.retryable = is_retryable
         message.slot_state.mismatch = is_mismatch
-        message.slot_state.load_time_us = int((self._clock() - start_s) * 1e6)
+        message.slot_state.load_time_us = int(load_time_s * 1e6)
         self._stream.send(message)
 
     def _slot_state(self, slot: int, generation: int, *, state: str, digest: str = "") -> plan_pb2.AttachRequest:

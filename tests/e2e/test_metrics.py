@@ -20,6 +20,7 @@ from tests.makers import make_adapter, make_checkpoint, make_tokenizer
 from tests.secret_scan import SCAN
 
 DOCUMENT = ROOT / "docs" / "observability.md"
+WORKER_PART = "Of a worker ("  # the table behind it is that of the worker's port
 
 
 class Watched:
@@ -45,13 +46,17 @@ class Watched:
         )
 
 
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     directory = tmp_path_factory.mktemp("metrics")
     checkpoint = make_tokenizer(make_checkpoint(directory / "model"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     flags = ["--metrics-listen", address, "--audit-log", str(directory / "audit.log")]
     with System(checkpoint, directory, control_flags=flags) as system:
         with pytest.raises(urllib.error.HTTPError, match="503"):
@@ -94,17 +99,42 @@ def test_probes_and_the_view_for_routers(watched: Watched) -> None:
     assert 'running_lora_adapters="legal"' in watched.text("/metrics?names=vllm")
 
 
+def shown_names(text: str) -> set[str]:
+    """Names of metrics as queries have them."""
+    suffixes = {"counter": "_total", "info": "_info"}
+    names = {family.name + suffixes.get(family.type, "") for family in text_string_to_metric_families(text)}
+    return {name for name in names if not name.endswith("_created")}
+
+
+def documented_names(text: str, prefix: str) -> set[str]:
+    return {name.rstrip("{") for name in re.findall(rf"`({prefix}[a-z_0-9]+)(?:\{{[^`]*)?`", text)}
+
+
 def test_the_documentation_has_every_metric_and_no_other(watched: Watched) -> None:
     watched.system.client().generate([5], max_tokens=2, adapter="legal").result()
-    document = DOCUMENT.read_text("utf-8")
-    for path, prefix in (("/metrics", "motet_"), ("/metrics?names=vllm", "vllm:")):
-        families = list(text_string_to_metric_families(watched.text(path)))
-        suffixes = {"counter": "_total", "info": "_info"}
-        shown = {family.name + suffixes.get(family.type, "") for family in families if family.name.startswith(prefix)}
-        shown = {name for name in shown if not name.endswith("_created")}
-        documented = {name.rstrip("{") for name in re.findall(rf"`({prefix}[a-z_0-9]+)(?:\{{[^`]*)?`", document)}
-        assert shown - documented == set()
-        assert documented - shown == set()
+    ours, rest = DOCUMENT.read_text("utf-8").split(WORKER_PART)
+    for path, prefix, document in (("/metrics", "motet_", ours), ("/metrics?names=vllm", "vllm:", rest)):
+        shown = {name for name in shown_names(watched.text(path)) if name.startswith(prefix)}
+        assert shown - documented_names(document, prefix) == set()
+        assert documented_names(document, prefix) - shown == set()
+
+
+def test_a_real_worker_shows_its_steps_and_loads(tmp_path: Path) -> None:
+    checkpoint = make_tokenizer(make_checkpoint(tmp_path / "model"))
+    address = free_address()
+    with System(checkpoint, tmp_path) as system:
+        flags = ["--num-blocks", "64", "--arena-bytes", "64MiB", "--worker-metrics-listen", address]
+        system.start_worker("real", flags)
+        worker, client = Watched(system, address), system.client()
+        assert worker.text("/readyz") == "ok\n"
+        client.adapters.register("legal", make_adapter(tmp_path / "legal", checkpoint, seed=1))
+        assert len(client.generate([5, 6, 7], adapter="legal", max_tokens=3, ignore_eos=True).result().token_ids) == 3
+        wait_until(lambda: worker.value("motet_step_tokens_total", phase="decode") == 2, "two steps behind the prompt")
+        assert worker.value("motet_step_tokens_total", phase="prefill") == 3
+        assert worker.value("motet_adapter_load_seconds_count", outcome="ready") == 1
+        assert worker.value("motet_worker_arena_used_bytes") > 0
+        names = {name for name in shown_names(worker.text()) if name.startswith("motet_")}
+        assert documented_names(DOCUMENT.read_text("utf-8").split(WORKER_PART)[1], "motet_") == names
 
 
 def test_an_address_that_is_taken_ends_the_start_in_one_line(watched: Watched, tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""The worker's metrics for Prometheus: steps by kind, what they computed, loads of adapters. Counted once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from contract.metrics.port import MetricsPort, Page
+from data_plane.plan import Engine, StepOutput, StepPlan
+
+STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LOAD_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class WorkerMetrics:
+    """on_step() belongs to the compute thread, on_load() to loaders; pages are rendered in threads of the port."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._steps = {
+            kind: family.labels(kind)
+            for family in [
+                Histogram("motet_step_seconds", "Steps by kind.", ["kind"], buckets=STEP_BUCKETS, registry=registry)
+            ]
+            for kind in ("decode", "prefill", "mixed", "empty")
+        }
+        rows = Counter("motet_step_rows", "Rows that steps computed, by phase.", ["phase"], registry=registry)
+        tokens = Counter("motet_step_tokens", "Tokens that steps computed, by phase.", ["phase"], registry=registry)
+        self._rows = {phase: rows.labels(phase) for phase in ("decode", "prefill")}
+        self._tokens = {phase: tokens.labels(phase) for phase in ("decode", "prefill")}
+        self._failed_rows = Counter(
+            "motet_step_failed_rows", "Rows whose logits or vectors were not finite.", registry=registry
+        )
+        self._moved_blocks = Counter(
+            "motet_moved_kv_blocks", "KV blocks moved to and from host memory.", registry=registry
+        )
+        self._move_time = Counter("motet_move_seconds", "Time of these moves.", registry=registry)
+        loads = Histogram(
+            "motet_adapter_load_seconds",
+            "Loads of adapters into the arena, reading included.",
+            ["outcome"],
+            buckets=LOAD_BUCKETS,
+            registry=registry,
+        )
+        self._loads = {outcome: loads.labels(outcome) for outcome in ("ready", "failed")}
+        used = Gauge("motet_worker_arena_used_bytes", "Memory for adapters in use.", registry=registry)
+        used.set_function(engine.slots.used_bytes)
+
+    def on_step(self, plan: StepPlan, output: StepOutput) -> None:
+        """A step was executed."""
+        prefilled, ended = plan.prefills[:, 0], np.concatenate([output.rows, output.failed_rows])
+        num_decoded = len(ended) - int(np.isin(ended, prefilled).sum())
+        num_prefill_tokens = int(plan.prefills[:, 1].sum())
+        kind = "mixed" if num_decoded else "prefill"
+        if not len(prefilled):
+            kind = "decode" if num_decoded else "empty"
+        self._steps[kind].observe(output.step_time_us / 1e6)
+        if num_decoded:
+            self._rows["decode"].inc(num_decoded)
+            self._tokens["decode"].inc(num_decoded)
+        if num_prefill_tokens:
+            self._rows["prefill"].inc(len(prefilled))
+            self._tokens["prefill"].inc(num_prefill_tokens)
+        if len(output.failed_rows):
+            self._failed_rows.inc(len(output.failed_rows))
+        if output.num_moved_blocks:
+            self._moved_blocks.inc(output.num_moved_blocks)
+            self._move_time.inc(output.move_time_us / 1e6)
+
+    def on_load(self, seconds: float, is_ready: bool) -> None:
+        """A load of an adapter ended."""
+        self._loads["ready" if is_ready else "failed"].observe(seconds)
+
+    def open_port(self, address: str, is_ready: Callable[[], bool]) -> MetricsPort:
+        """Serve them. Raises ValueError, which begins with the flag, if the address cannot be used."""
+
+        def render(accept: str, names: str) -> Page:
+            if names not in ("", "motet"):
+                raise ValueError(f"names: {names[:40]!r} is not known; a worker has its own names only")
+            encode, content_type = choose_encoder(accept)
+            return Page(content_type, encode(self._registry))
+
+        try:
+            port = MetricsPort(address, render, is_ready)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"--worker-metrics-listen: {address} cannot be listened on: {error}; give HOST:PORT"
+            ) from error
+        port.start()
+        return port
