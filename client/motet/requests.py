@@ -61,6 +61,7 @@ class GenerateOptions(SamplingOptions, ConversationOptions, total=False):
     skip_special_tokens: bool | None  # leave special tokens out of the text; default true
     delta_tokens: int | None  # fewer, larger chunks: of up to so many tokens of a completion, at most 128; default 1
     delta_wait_s: float | None  # the longest time that a token waits for that, 0.001 to 10 s; default 1 s
+    model_fingerprint: str  # the model that you rely on, as in status(); another one refuses the request
     cache_salt: str  # requests of one tenant share cached prompts only when this is equal
     request_id: str  # label of your own for logs, at most 128 printable ASCII characters
     priority: int | None  # among the requests of your tenant, higher ones run first; from -100 to 100
@@ -99,6 +100,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     if options.get("token_bytes") or options.get("include_stop"):
         request.output.token_bytes = bool(options.get("token_bytes"))
         request.output.include_stop = bool(options.get("include_stop"))
+    if options.get("model_fingerprint"):
+        request.preconditions.model_fingerprint = text_of("model_fingerprint", options["model_fingerprint"])
     if (skips := options.get("skip_special_tokens")) is not None:
         request.output.skip_special_tokens = skips
     _set_delta_size(request.output, options)

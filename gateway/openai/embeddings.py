@@ -39,10 +39,12 @@ async def embeddings(body: EmbeddingBody, models: Models, client: AsyncClient, t
         raise refused("encoding_format", "is not float or base64")
     if body.truncate_prompt_tokens is not None:
         raise refused("truncate_prompt_tokens", "is not served at this value; leave it out")
-    source = await models.resolve(body.model, client)
+    source = await models.resolve(body.model, client, is_checked=True)
     options = PoolingOptions()
     if source.digest:
         options["adapter_digest"] = source.digest
+    if source.fingerprint:
+        options["model_fingerprint"] = source.fingerprint
     if body.priority is not None:
         options["priority"] = body.priority
     if body.cache_salt:

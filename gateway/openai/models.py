@@ -10,6 +10,8 @@ ADAPTER@DIGEST          the version of that digest; its first 12 hexadecimal dig
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,9 @@ from gateway.openai.errors import unknown_model
 _DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
 _VERSION = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_LISTED = 1000
+# How long the base model's name is kept. A request for it names the fingerprint too, so that another model, which was
+# started at the same address meanwhile, refuses it.
+KEPT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +34,26 @@ class Source:
 
     adapter: str = ""  # also "name@number" or "name@label"
     digest: str = ""
+    fingerprint: str = ""  # of the base model, where its name may be of a moment ago
 
 
 class Models:
     """Names of models. `base_names` are the operator's, beside the checkpoint's own."""
 
-    def __init__(self, base_names: tuple[str, ...]) -> None:
+    def __init__(self, base_names: tuple[str, ...], clock: Callable[[], float] = time.monotonic) -> None:
         self._base_names = base_names
+        self._clock = clock
+        self._kept = ("", "", -KEPT_S)  # name and fingerprint of the base model, and when they were read
 
-    async def resolve(self, model: str, client: AsyncClient) -> Source:
-        """What a name stands for. Raises Refusal 404 for a name that cannot be one, MotetError."""
-        names = [*self._base_names, (await client.status()).model.name]
+    async def resolve(self, model: str, client: AsyncClient, *, is_checked: bool = False) -> Source:
+        """What a name stands for. Raises Refusal 404 for a name that cannot be one, MotetError.
+
+        `is_checked`: the caller lets the server check the fingerprint, so the name may be of a moment ago.
+        """
+        name, fingerprint = await self._base_of(client, is_checked=is_checked)
+        names = [*self._base_names, name]
         if model in names:
-            return Source()
+            return Source(fingerprint="" if model in self._base_names else fingerprint)
         for name in names:
             if model.startswith(f"{name}:"):
                 model = model.removeprefix(f"{name}:")
@@ -52,6 +64,15 @@ class Models:
         if _is_digest(version):
             return await _of_digest(adapter, version, client)
         return Source(model)
+
+    async def _base_of(self, client: AsyncClient, *, is_checked: bool) -> tuple[str, str]:
+        """Name and fingerprint of the base model."""
+        name, fingerprint, read_s = self._kept
+        if not is_checked or self._clock() - read_s >= KEPT_S:
+            model = (await client.status()).model
+            name, fingerprint = model.name, model.fingerprint
+            self._kept = name, fingerprint, self._clock()
+        return name, fingerprint
 
     async def listed(self, client: AsyncClient, *, after: str, limit: int) -> dict[str, Any]:
         """The page of `/v1/models` behind the model `after`."""

@@ -61,7 +61,7 @@ class _Api:
         body = await self._body(request, CompletionBody)
         options, prompts = completion_options(body), prompts_of(body, self._settings.max_prompts)
         client = self._upstream.client
-        source = await self._models.resolve(body.model, client)
+        source = await self._models.resolve(body.model, client, is_checked=True)
         echoed = [await _text_of(prompt, source, client) for prompt in prompts] if body.echo else []
         reply = Reply(body.model, is_chat=False, n=body.n or 1, echoed=echoed, num_prompts=len(prompts))
         return await self._respond(request, body, reply, prompts, _with(options, source, reply))
@@ -70,7 +70,7 @@ class _Api:
         body = await self._body(request, ChatBody)
         options = chat_options(body)
         client = self._upstream.client
-        source = await self._models.resolve(body.model, client)
+        source = await self._models.resolve(body.model, client, is_checked=True)
         read = await reading(body, source, self._forms, client)
         if read.is_needed:
             options["skip_special_tokens"] = False
@@ -144,6 +144,8 @@ def _with(options: GenerateOptions, source: Source, reply: Reply) -> GenerateOpt
         options["adapter"] = source.adapter
     if source.digest:
         options["adapter_digest"] = source.digest
+    if source.fingerprint:
+        options["model_fingerprint"] = source.fingerprint
     return options
 
 
