@@ -83,3 +83,17 @@ def to_message(values: SamplingValues) -> types_pb2.SamplingParams:
 def from_message(message: types_pb2.SamplingParams) -> dict[str, Any]:
     """The numbers that are set, by the attributes of SamplingValues."""
     return {_ATTRIBUTES[field.name]: value for field, value in message.ListFields() if field.name in _ATTRIBUTES}
+
+
+# What a grammar may take, the same where it is checked and where it is followed.
+# Arguments of llguidance's LLParserLimits, counts without unit: fuel is work of the lexer, items are of the parser.
+GRAMMAR_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+}
+MAX_GRAMMAR_BYTES = 256 << 10  # of a grammar as it is sent
+MAX_TOKENIZER_BYTES = 48 << 20  # of a tokenizer as it is sent

@@ -327,6 +327,12 @@ class NotFinite(MotetError):
     reason = "LOGITS_NOT_FINITE"
 
 
+class ConstraintFailed(MotetError):
+    """The request's constraint took too much work to follow."""
+
+    reason = "CONSTRAINT_FAILED"
+
+
 class PoisonedRequest(MotetError):
     """Workers died whenever they computed the request; it is not tried again."""
 
@@ -368,6 +374,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     NotFinite: grpc.StatusCode.ABORTED,
+    ConstraintFailed: grpc.StatusCode.ABORTED,
     PoisonedRequest: grpc.StatusCode.ABORTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     MotetError: grpc.StatusCode.INTERNAL,

@@ -69,7 +69,7 @@ from control_plane.setup.metrics import ControlPlaneMetrics
 from control_plane.setup.storage import open_storage, uploads_in
 from control_plane.setup.tasks import open_tasks
 from control_plane.signatures.verifier import open_verifier
-from control_plane.text_setup import adapter_texts, start_codec
+from control_plane.text_setup import adapter_texts, open_constraints, start_codec
 from control_plane.version_services import push_part, verification_part
 
 logger = logging.getLogger(__name__)
@@ -186,12 +186,12 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         audit=audit,
     )
     facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint)
-    texts = adapter_texts(codec, weights, stack)
+    texts, constraints = adapter_texts(codec, weights, stack), open_constraints(stack)
     parts: Any = {"texts": texts, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
-    parts["metrics"] = metrics.requests
+    parts |= {"metrics": metrics.requests, "model": facts, "served": reports}
     tasks = open_tasks(config, task_cache, life_cycle, fleet, reports, base_model, uploads, audit)
-    generation_service = generation.GenerationService(model=facts, served=reports, codec=codec, tasks=tasks, **parts)
-    pooling_service = pooling.PoolingService(model=facts, served=reports, **parts)
+    generation_service = generation.GenerationService(codec=codec, tasks=tasks, constraints=constraints, **parts)
+    pooling_service = pooling.PoolingService(**parts)
     status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
     health_part, reporter = _report_on(fleet, reports)
     _serve_metrics(metrics, stack, status_service, registry, weights, fleet, gate)

@@ -8,9 +8,11 @@ import logging
 from dataclasses import replace
 
 from contract.process_log import shown
+from control_plane.api.generation.constraints import Constraints
 from control_plane.api.text.adapter_texts import AdapterTexts
 from control_plane.api.text.codec import TextCodec
 from control_plane.config import ServerConfig
+from control_plane.constraints.compiler import ConstraintCompiler
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.base_model import BaseModel
 
@@ -39,3 +41,10 @@ def adapter_texts(codec: TextCodec, weights: AdapterWeights, stack: contextlib.A
     texts = AdapterTexts(codec, weights.documents)
     stack.push_async_callback(texts.close)
     return texts
+
+
+def open_constraints(stack: contextlib.AsyncExitStack) -> Constraints:
+    """What checks the constraints of requests."""
+    compiler = ConstraintCompiler()
+    stack.push_async_callback(compiler.close)
+    return Constraints(compiler)

@@ -70,6 +70,25 @@ class PoolingKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a grammar's text is made of: the tokens of a tokenizer."""
+
+    digest: str  # of everything below
+    tokenizer: str  # tokenizer.json
+    num_tokens: int  # of the row's logits
+    end_token_ids: tuple[int, ...]  # that end a completion; at least one
+
+
+@dataclass(frozen=True, slots=True)
+class RowConstraint:
+    """What a row's completion must follow."""
+
+    digest: str  # of grammar and vocabulary
+    grammar: str  # as llguidance reads it
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
 class NewRow:
     """A request that takes a row."""
 
@@ -86,6 +105,7 @@ class NewRow:
     active_from: int = 0  # tokens of the row before the first one that the adapter changes
     pooling: PoolingKind | None = None  # what the row returns when its prefill ends; None: it samples and decodes
     num_labels: int = 0  # logits of its adapter's score head; 0: the pooled hidden state itself
+    constraint: RowConstraint | None = None  # None: any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +153,14 @@ class StepOutput:
     step_id: int
     rows: Int32Array  # [n] rows that sampled or returned a vector, in the order of the step
     token_ids: Int32Array  # [n] 0 for a vector
-    failed_rows: Int32Array  # [n] rows whose logits or vectors were not finite
+    failed_rows: Int32Array  # [n] rows whose logits or vectors were not finite, or whose constraint failed
     step_time_us: int
     sampled_logprobs: list[RowLogprobs] = field(default_factory=list)  # of rows that want them, in the order of rows
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)  # of rows whose prompt was computed here
     num_moved_blocks: int = 0  # to and from host memory, by moves that ended since the step before
     move_time_us: int = 0  # of these moves
     pooled: list[PooledRow] = field(default_factory=list)  # of the rows with `pooling` among `rows`, in their order
+    unconstrained_rows: Int32Array = field(default_factory=no_rows)  # those of failed_rows whose constraint failed
 
 
 class TargetKind(Enum):

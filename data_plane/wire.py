@@ -6,7 +6,7 @@ Arrays are views into the received bytes (numpy.frombuffer): nothing here loops 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from data_plane.plan import (
     PoolingKind,
     RowAdapter,
     RowAdapters,
+    RowConstraint,
     RowLogprobs,
     RowSampling,
     StepOutput,
@@ -52,9 +53,17 @@ _MAX_REASON_BYTES = 200
 _MAX_STEPS = 64  # of one plan: a worker does not listen before they are done
 
 
-def decode_steps(message: plan_pb2.StepPlan) -> list[StepPlan]:
+ConstraintOf = Callable[[str], RowConstraint | None]  # by the digest that a new row names; empty: None
+
+
+def _no_constraint(digest: str) -> None:
+    if digest:
+        raise PlanRefused(f"a new row names the grammar {digest[:12]}: not sent")
+
+
+def decode_steps(message: plan_pb2.StepPlan, constraint_of: ConstraintOf = _no_constraint) -> list[StepPlan]:
     """The steps that a plan stands for: itself, then steps that only decode on. Raises PlanRefused on torn arrays."""
-    first = decode_plan(message)
+    first = decode_plan(message, constraint_of)
     if message.num_steps > _MAX_STEPS:
         raise PlanRefused(f"num_steps: {message.num_steps} is above {_MAX_STEPS}")
     if message.num_steps > 1 and len(first.fed_tokens):
@@ -62,12 +71,12 @@ def decode_steps(message: plan_pb2.StepPlan) -> list[StepPlan]:
     return [first, *(StepPlan(first.step_id + index) for index in range(1, message.num_steps))]
 
 
-def decode_plan(message: plan_pb2.StepPlan) -> StepPlan:
+def decode_plan(message: plan_pb2.StepPlan, constraint_of: ConstraintOf = _no_constraint) -> StepPlan:
     """The first step of a plan as an engine takes it; its arrays are read-only. Raises PlanRefused on torn arrays."""
     return StepPlan(
         step_id=message.step_id,
         freed_rows=_ints(message.freed_rows, "freed_rows"),
-        new_rows=_decode_new_rows(message),
+        new_rows=_decode_new_rows(message, constraint_of),
         appended_blocks=_pairs(message.appended_blocks, "appended_blocks"),
         paused_rows=_ints(message.paused_rows, "paused_rows"),
         resumed_rows=_ints(message.resumed_rows, "resumed_rows"),
@@ -94,6 +103,7 @@ def encode_output(output: StepOutput, epoch: int) -> plan_pb2.AttachRequest:
             num_moved_blocks=output.num_moved_blocks,
             move_time_us=output.move_time_us,
             pooled=[_encode_pooled(pooled) for pooled in output.pooled],
+            unconstrained_rows=_packed(output.unconstrained_rows),
         )
     )
 
@@ -153,12 +163,12 @@ def encode_targets(modules: Sequence[TargetModule]) -> list[plan_pb2.TargetModul
     ]
 
 
-def _decode_new_rows(message: plan_pb2.StepPlan) -> list[NewRow]:
+def _decode_new_rows(message: plan_pb2.StepPlan, constraint_of: ConstraintOf) -> list[NewRow]:
     prompts = [_ints(prompt, "prompts") for prompt in message.prompts]
-    return [_decode_new_row(row, prompts) for row in message.new_rows]
+    return [_decode_new_row(row, prompts, constraint_of) for row in message.new_rows]
 
 
-def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array]) -> NewRow:
+def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array], constraint_of: ConstraintOf) -> NewRow:
     token_ids = _ints(message.token_ids, "token_ids")
     if message.HasField("prompt"):
         if message.prompt >= len(prompts):
@@ -181,6 +191,7 @@ def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array]) -> NewR
         active_from=message.active_from,
         pooling=_POOLING[message.pooling],
         num_labels=message.num_labels,
+        constraint=constraint_of(message.grammar),
     )
 
 

@@ -78,6 +78,27 @@ if TYPE_CHECKING:
     from motet.errors import (
         Unimplemented as Unimplemented,
     )
+    from motet.inputs.constraints import (
+        Choices as Choices,
+    )
+    from motet.inputs.constraints import (
+        JsonObject as JsonObject,
+    )
+    from motet.inputs.constraints import (
+        JsonSchema as JsonSchema,
+    )
+    from motet.inputs.constraints import (
+        Lark as Lark,
+    )
+    from motet.inputs.constraints import (
+        Regex as Regex,
+    )
+    from motet.inputs.constraints import (
+        StructuralTag as StructuralTag,
+    )
+    from motet.inputs.constraints import (
+        StructuralTags as StructuralTags,
+    )
     from motet.inputs.conversations import (
         ChatMessage as ChatMessage,
     )
@@ -244,6 +265,7 @@ _NAMES_BY_MODULE = {
         "InvalidArgument MotetError NotFound OutOfRange PermissionDenied ResourceExhausted ServerError "
         "Unauthenticated Unavailable Unimplemented"
     ),
+    "motet.inputs.constraints": "Choices JsonObject JsonSchema Lark Regex StructuralTag StructuralTags",
     "motet.inputs.conversations": "ChatMessage ToolCall",
     "motet.inputs.lora_task": "LoraTask",
     "motet.model.asynchronous": "AsyncModel",

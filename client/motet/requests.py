@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from motet.adapters.uses import AdapterUses, Combination, combination_to, uses_to
 from motet.errors import invalid_field
+from motet.inputs.constraints import Constraint, constraint_to
 from motet.inputs.conversations import (
     ChatMessage,
     ChatTurn,
@@ -52,6 +53,7 @@ class GenerateOptions(SamplingOptions, ConversationOptions, total=False):
     n: int | None  # completions to return, each with its own index
     best_of: int | None  # completions to sample; the n most likely ones are returned at the end
     beam_search: BeamSearch | None  # instead of sampling; the n best completions are returned at the end
+    constraint: Constraint | None  # what the text must be: JsonSchema, JsonObject, Regex, Choices, Lark, StructuralTags
     stop: str | Sequence[str]  # end before one of these strings
     stop_token_ids: Sequence[int]  # end after one of these tokens
     min_tokens: int | None  # generate so many before any of these, or the end-of-sequence token, may end it
@@ -93,6 +95,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
             min_tokens=_optional_uint("stopping.min_tokens", options.get("min_tokens"), _UINT32_MAX),
         ),
         priority=_priority(options.get("priority")),
+        constraint=constraint_to(options.get("constraint")),
     )
     _set_decoding(request, options)
     if ignore_eos is not None:

@@ -38,20 +38,54 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., slot_state: _Optional[_Union[SlotState, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "step_plan", "load_adapter", "evict_adapter", "drain", "ping")
+    __slots__ = ("welcome", "step_plan", "load_adapter", "evict_adapter", "drain", "ping", "put_grammar", "put_vocabulary", "forget_constraints")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_PLAN_FIELD_NUMBER: _ClassVar[int]
     LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     EVICT_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    PUT_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    PUT_VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    FORGET_CONSTRAINTS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     step_plan: StepPlan
     load_adapter: LoadAdapter
     evict_adapter: EvictAdapter
     drain: Drain
     ping: Ping
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step_plan: _Optional[_Union[StepPlan, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., evict_adapter: _Optional[_Union[EvictAdapter, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    put_grammar: PutGrammar
+    put_vocabulary: PutVocabulary
+    forget_constraints: ForgetConstraints
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step_plan: _Optional[_Union[StepPlan, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., evict_adapter: _Optional[_Union[EvictAdapter, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., put_grammar: _Optional[_Union[PutGrammar, _Mapping]] = ..., put_vocabulary: _Optional[_Union[PutVocabulary, _Mapping]] = ..., forget_constraints: _Optional[_Union[ForgetConstraints, _Mapping]] = ...) -> None: ...
+
+class PutVocabulary(_message.Message):
+    __slots__ = ("digest", "tokenizer", "num_tokens", "end_token_ids")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    tokenizer: str
+    num_tokens: int
+    end_token_ids: bytes
+    def __init__(self, digest: _Optional[str] = ..., tokenizer: _Optional[str] = ..., num_tokens: _Optional[int] = ..., end_token_ids: _Optional[bytes] = ...) -> None: ...
+
+class PutGrammar(_message.Message):
+    __slots__ = ("digest", "grammar", "vocabulary")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    grammar: str
+    vocabulary: str
+    def __init__(self, digest: _Optional[str] = ..., grammar: _Optional[str] = ..., vocabulary: _Optional[str] = ...) -> None: ...
+
+class ForgetConstraints(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel", "num_host_blocks", "last_epoch", "target_modules", "max_adapter_model_len", "hidden_width")
@@ -162,7 +196,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ..., leave_after_ms: _Optional[int] = ..., stuck_after_ms: _Optional[int] = ..., host_cache_needs_password: bool = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling", "adapters", "active_from", "pooling", "num_labels")
+    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling", "adapters", "active_from", "pooling", "num_labels", "grammar")
     ROW_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +215,7 @@ class NewRow(_message.Message):
     ACTIVE_FROM_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     NUM_LABELS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     row: int
     token_ids: bytes
     num_prompt_tokens: int
@@ -199,7 +234,8 @@ class NewRow(_message.Message):
     active_from: int
     pooling: Pooling
     num_labels: int
-    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_host_fed: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., adapters: _Optional[_Union[RowAdapters, _Mapping]] = ..., active_from: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., num_labels: _Optional[int] = ...) -> None: ...
+    grammar: str
+    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_host_fed: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., adapters: _Optional[_Union[RowAdapters, _Mapping]] = ..., active_from: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., num_labels: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class RowAdapter(_message.Message):
     __slots__ = ("slot", "slot_generation", "scale")
@@ -272,7 +308,7 @@ class RowLogprobs(_message.Message):
     def __init__(self, row: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., num_top: _Optional[int] = ..., top_token_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "epoch", "rows", "token_ids", "failed_rows", "step_time_us", "sampled_logprobs", "prompt_logprobs", "num_moved_blocks", "move_time_us", "pooled")
+    __slots__ = ("step_id", "epoch", "rows", "token_ids", "failed_rows", "step_time_us", "sampled_logprobs", "prompt_logprobs", "num_moved_blocks", "move_time_us", "pooled", "unconstrained_rows")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +320,7 @@ class StepResult(_message.Message):
     NUM_MOVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MOVE_TIME_US_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
+    UNCONSTRAINED_ROWS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     epoch: int
     rows: bytes
@@ -295,7 +332,8 @@ class StepResult(_message.Message):
     num_moved_blocks: int
     move_time_us: int
     pooled: _containers.RepeatedCompositeFieldContainer[PooledRow]
-    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., step_time_us: _Optional[int] = ..., sampled_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., num_moved_blocks: _Optional[int] = ..., move_time_us: _Optional[int] = ..., pooled: _Optional[_Iterable[_Union[PooledRow, _Mapping]]] = ...) -> None: ...
+    unconstrained_rows: bytes
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., step_time_us: _Optional[int] = ..., sampled_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., num_moved_blocks: _Optional[int] = ..., move_time_us: _Optional[int] = ..., pooled: _Optional[_Iterable[_Union[PooledRow, _Mapping]]] = ..., unconstrained_rows: _Optional[bytes] = ...) -> None: ...
 
 class PooledRow(_message.Message):
     __slots__ = ("row", "values")

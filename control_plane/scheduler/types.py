@@ -150,6 +150,25 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens that grammars are made of."""
+
+    digest: str  # of everything below
+    tokenizer: str = field(repr=False)  # tokenizer.json
+    num_tokens: int  # of the rows' logits
+    end_token_ids: tuple[int, ...]  # that end a completion; at least one
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a completion must follow; checked."""
+
+    digest: str  # of grammar and vocabulary
+    grammar: str = field(repr=False)  # as llguidance reads it
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One user call to generate, or one input of a call that pools."""
 
@@ -174,6 +193,7 @@ class Request:
         Completion, ...
     ] = ()  # with num_samples > 1: generated earlier (migration), by index; else empty
     pooling: Pooling | None = None  # what it returns with the end of its prefill; None: it generates
+    constraint: Constraint | None = None  # what its completions follow; None: any text
 
     @property
     def account(self) -> str:
@@ -254,6 +274,7 @@ class NewRow:
     active_from: int = 0  # tokens before the first one that its adapter changes
     vocab_size: int | None = None  # of its adapter; None: the base model's
     pooling: Pooling | None = None  # None: it samples and decodes
+    constraint: Constraint | None = None  # what its completion follows, generated_token_ids included
 
     @property
     def num_tokens(self) -> int:
@@ -349,13 +370,14 @@ class StepResult:
     step_id: int
     rows: list[int]  # rows that sampled or returned a vector, in the order of the step
     token_ids: list[int]  # as long as rows; 0 for a vector
-    failed_rows: list[int] = field(default_factory=list)  # logits or vectors were not finite
+    failed_rows: list[int] = field(default_factory=list)  # logits not finite, or the constraint failed
     step_time_us: int = 0  # on the worker, microseconds; 0: not measured
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> its sampled token, where requested
     prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # row -> prompt tokens, in order
     num_moved_blocks: int = 0  # to and from host memory, by moves that ended since the result before
     move_time_us: int = 0  # of these moves, microseconds
     pooled: dict[int, Vector] = field(default_factory=dict)  # row -> its vector, for rows with `pooling`
+    unconstrained_rows: frozenset[int] = frozenset()  # those of failed_rows whose constraint failed
 
 
 class FinishReason(enum.Enum):
@@ -367,6 +389,7 @@ class FinishReason(enum.Enum):
     DEADLINE = "deadline"  # deadline_s passed
     ADAPTER_FAILED = "adapter_failed"  # its adapter could not be loaded here
     NOT_FINITE = "not_finite"  # its logits were not finite
+    CONSTRAINT_FAILED = "constraint_failed"  # its constraint took too much to follow
 
 
 @dataclass(slots=True)

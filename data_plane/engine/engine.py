@@ -12,6 +12,7 @@ import torch
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.scaled_columns import ScaledColumns
 from data_plane.adapters.step.adapter_steps import AdapterSteps
+from data_plane.constraints.masks import ConstraintRows, Masks, forbid
 from data_plane.engine.batch import StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
@@ -67,6 +68,7 @@ class _PassOutput:
     failed_rows: Int32Array = field(default_factory=no_rows)
     sampled_logprobs: list[RowLogprobs] = field(default_factory=list)
     pooled: list[PooledRow] = field(default_factory=list)
+    unconstrained_rows: Int32Array = field(default_factory=no_rows)
 
 
 class TorchEngine:
@@ -100,6 +102,7 @@ class TorchEngine:
         )
         device = cache.keys[0].device
         self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
+        self._constraints = ConstraintRows(capacities.vocab_size)
         self._pooler = Pooler(max_rows=capacities.max_rows, hidden_width=capacities.hidden_width, heads=arena)
         self._last_tokens = torch.zeros(capacities.max_rows, dtype=torch.int64, device=device)
         self._most_prompt_logits = max(prompt_logits_bytes // (4 * capacities.vocab_size), 1)
@@ -131,6 +134,7 @@ class TorchEngine:
             joined(prompt_logprobs),
             *moved,
             output.pooled,
+            output.unconstrained_rows,
         )
 
     def reset(self) -> None:
@@ -141,6 +145,7 @@ class TorchEngine:
         self._rows.clear()
         self._sampler.clear()
         self._pooler.clear()
+        self._constraints.clear()
         self.arena.clear()
 
     def inspect(self, row: int) -> RowState:
@@ -167,12 +172,14 @@ class TorchEngine:
             rows.free(freed)
             self._sampler.free(freed)
             self._pooler.free(freed)
+            self._constraints.free(freed)
         for new in plan.new_rows:
             self._check_adapters(new)
             num_tokens = None if new.slot is None else self.arena.num_tokens(new.slot)
             rows.add(new, num_tokens)
             self._sampler.add(new, num_tokens)
             self._pooler.add(new)
+            self._constraints.add(new)
         if len(plan.appended_blocks):
             rows.append_blocks(plan.appended_blocks)
         if len(plan.paused_rows) or len(plan.resumed_rows):
@@ -224,12 +231,13 @@ class TorchEngine:
             )
         if batch is None:
             return _PassOutput()
+        masks = self._constraints.begin(batch.sampled_rows, self._positions(batch.sampled_rows))
         with span("forward"):
             logits, pooled = self._forward(batch)
         num_sampled = len(batch.sampled_rows)
         with span("sample"):
             prompt_logprobs += self._logprobs(logits[num_sampled:], batch.prompt_requests)
-            output = self._sample(batch, logits[:num_sampled])
+            output = self._sample(batch, logits[:num_sampled], None if masks is None else masks.result())
         return output if len(batch.pooled_rows) == 0 else self._with_pooled(batch, output, pooled)
 
     def _forward(self, batch: StepBatch) -> tuple[torch.Tensor, list[PooledRow]]:
@@ -269,27 +277,33 @@ class TorchEngine:
         ended = batch.ended_rows[~np.isin(batch.ended_rows, all_failed)].astype(np.int32)
         tokens = np.zeros(len(ended), dtype=np.int32)
         tokens[np.isin(ended, output.rows)] = output.token_ids
-        return _PassOutput(ended, tokens, all_failed, output.sampled_logprobs, returned)
+        return _PassOutput(ended, tokens, all_failed, output.sampled_logprobs, returned, output.unconstrained_rows)
 
-    def _sample(self, batch: StepBatch, logits: torch.Tensor) -> _PassOutput:
+    def _positions(self, sampled: Int64Array) -> Int64Array:
+        """Of the tokens that the rows sample next, in their completions from 0: each is behind all known ones."""
+        return self._rows.num_known[sampled] - self._rows.num_prompt[sampled]
+
+    def _sample(self, batch: StepBatch, logits: torch.Tensor, masks: Masks | None) -> _PassOutput:
         """A token for each row that samples."""
         rows, sampled = self._rows, batch.sampled_rows
         if len(sampled) == 0:
             return _PassOutput()
-        # The token to be sampled is the one behind all known ones.
-        positions = rows.num_known[sampled] - rows.num_prompt[sampled]
         # Worker and control plane count a token for a row that is not finite, so that they agree on what decodes. The
         # token itself is not returned.
-        tokens, finite, returned = self._draw(logits, sampled, positions)
+        tokens, finite, returned = self._draw(logits, sampled, self._positions(sampled), masks)
         self._last_tokens[upload(sampled, tokens.device)] = tokens
         on_host, is_finite = _fetch(tokens, finite)
+        numbers, failed = sampled.astype(np.int32), np.zeros(len(sampled), dtype=np.bool_)
+        if masks is not None:
+            self._constraints.advance(masks, sampled, on_host)
+            failed[masks.failed] = is_finite[masks.failed]
+            is_finite &= ~failed
         rows.num_known[sampled] += 1
         rows.is_decoding[sampled] = True
         rows.maybe_non_finite[sampled] = ~is_finite
         if rows.token_ids:  # prefills, of which some may have ended
             for row in sampled.tolist():
                 rows.token_ids.pop(row, None)
-        numbers = sampled.astype(np.int32)
         logprobs: list[RowLogprobs] = []
         num_top = self._sampler.num_logprobs[sampled]
         indices = np.flatnonzero((num_top >= 0) & is_finite)
@@ -301,21 +315,32 @@ class TorchEngine:
                 for i in indices
             ]
             logprobs = self._logprobs(returned[upload(indices, logits.device)], requests)
-        return _PassOutput(numbers[is_finite], on_host[is_finite], numbers[~is_finite], logprobs)
+        return _PassOutput(
+            numbers[is_finite],
+            on_host[is_finite],
+            numbers[~is_finite],
+            logprobs,
+            unconstrained_rows=numbers[failed],
+        )
 
     def _draw(
-        self, logits: torch.Tensor, sampled: Int64Array, positions: Int64Array
+        self, logits: torch.Tensor, sampled: Int64Array, positions: Int64Array, masks: Masks | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, whether the logits are finite (see Sampler.sample), and the logits whose log-probabilities are
         returned. Rows with vocabularies of one size are drawn together."""
         num_tokens = self._rows.num_tokens[sampled]
+        returned, were_finite = logits, None
+        if masks is not None:
+            self._sampler.lift_bans(masks.lifted)
+            if (self._sampler.num_logprobs[sampled[masks.indices]] >= 0).any():
+                returned = logits.to(torch.float32, copy=True)
+            were_finite = forbid(logits, masks)
         if (num_tokens == logits.shape[1]).all():
             groups = [(np.arange(len(sampled)), logits)]
         else:
             groups = [(at, logits[upload(at, logits.device), :size]) for size, at in _by_size(num_tokens)]
         tokens = torch.zeros(len(sampled), dtype=torch.int64, device=logits.device)
         finite = torch.zeros(len(sampled), dtype=torch.bool, device=logits.device)
-        returned = logits
         for indices, own in groups:
             rows, at = sampled[indices], positions[indices]
             processed = self._sampler.processed_logits(own, rows, at)
@@ -329,6 +354,8 @@ class TorchEngine:
             else:
                 there = upload(indices, logits.device)
                 tokens[there], finite[there] = drawn
+        if masks is not None and were_finite is not None:
+            finite[upload(masks.indices, logits.device)] &= were_finite
         return tokens, finite, returned
 
     def _logprobs(self, logits: torch.Tensor, requests: list[LogprobsRequest]) -> list[RowLogprobs]:

@@ -4,7 +4,7 @@ sampling kernels take. Options that no row uses cost nothing."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +120,11 @@ class Sampler:
             self._history_place[row] = -1
             self._biases.pop(row, None)
             self._is_adjusted[row] = False
+
+    def lift_bans(self, rows: Sequence[int]) -> None:
+        """Let banned tokens end these rows before min_tokens: their constraints allow nothing else."""
+        for row in rows:
+            self._min_tokens[row] = 0
 
     def clear(self) -> None:
         """End every row."""

@@ -18,6 +18,7 @@ from contract.v1 import plan_pb2
 from data_plane.errors import AdapterLoadError, AdapterMismatch, PlanRefused, WorkerError
 from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.spans import span
+from data_plane.stream.constraints import SessionConstraints
 from data_plane.stream.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
 from data_plane.stream.session_watch import LeaveReason, SessionWatch, WatchTimes, WorkInHand
 from data_plane.wire import decode_steps, encode_output
@@ -69,6 +70,7 @@ class Session:
         )
         self._watch = SessionWatch(stream, self._work, times, self._heartbeat, clock, exit_process, leave_reason)
         self._loaders = ThreadPoolExecutor(load_threads, thread_name_prefix="adapter-load")
+        self._constraints = SessionConstraints()
         self._last_step_id = 0
         self._is_closed = False  # nothing more is to be sent
 
@@ -134,6 +136,12 @@ class Session:
             self._check_epoch(evict.epoch)
             self._engine.slots.evict(evict.slot, evict.generation)
             self._stream.send(self._slot_state(evict.slot, evict.generation, state="STATE_EMPTY"))
+        elif kind == "put_vocabulary":
+            self._constraints.put_vocabulary(item.put_vocabulary)
+        elif kind == "put_grammar":
+            self._constraints.put_grammar(item.put_grammar)
+        elif kind == "forget_constraints":
+            self._constraints.forget(list(item.forget_constraints.digests))
         else:
             raise PlanRefused(f"unexpected message {kind}")
 
@@ -142,7 +150,7 @@ class Session:
         if plan.step_id != self._last_step_id + 1:
             raise PlanRefused(f"step {plan.step_id} after step {self._last_step_id}")
         with span("decode the plan"):
-            steps = decode_steps(plan)
+            steps = decode_steps(plan, self._constraints.of)
         for step in steps:
             self._last_step_id = step.step_id
             self._work.step = step.step_id, self._clock()

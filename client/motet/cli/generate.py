@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -15,6 +16,7 @@ from motet.cli.digests import full_digest
 from motet.cli.output import json_line, to_plain
 from motet.client import GenerationStream
 from motet.errors import invalid_field
+from motet.inputs.constraints import Choices, Constraint, JsonObject, JsonSchema, Lark, Regex
 from motet.inputs.conversations import ChatMessage
 from motet.inputs.lora_task import LoraTask
 from motet.requests import GenerateOptions, Prompt, enum_choices
@@ -63,6 +65,7 @@ def add_parser(commands: Subparsers) -> None:
         "--min-tokens", type=int, metavar="N", help="tokens before anything may end it, a count (default: 0)"
     )
     _add_decoding(parser.add_argument_group("several completions"))
+    _add_constraint(parser.add_argument_group("structured output"))
     parser.add_argument(
         "--priority", type=int, metavar="N", help="higher runs first within the tenant, from -100 to 100 (default: 0)"
     )
@@ -153,6 +156,34 @@ def _add_decoding(group: Any) -> None:
     )
 
 
+def _add_constraint(group: Any) -> None:
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--json-schema", type=Path, metavar="FILE", help="a JSON value valid under this JSON schema")
+    one.add_argument("--json-object", action="store_true", help="a JSON object")
+    one.add_argument("--regex", metavar="REGEX", help="a text that this regular expression matches as a whole")
+    one.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; may be repeated")
+    one.add_argument("--grammar", type=Path, metavar="FILE", help="a text of this grammar, in llguidance's Lark")
+
+
+def _constraint(arguments: argparse.Namespace) -> Constraint | None:
+    if arguments.json_schema is not None:
+        return JsonSchema(_read(arguments.json_schema, "--json-schema"))
+    if arguments.grammar is not None:
+        return Lark(_read(arguments.grammar, "--grammar"))
+    if arguments.json_object:
+        return JsonObject()
+    if arguments.regex is not None:
+        return Regex(arguments.regex)
+    return None if arguments.choice is None else Choices(arguments.choice)
+
+
+def _read(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise invalid_field(flag, f"cannot be read: {error}") from None
+
+
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
     try:
@@ -238,6 +269,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         "beam_search": _beam_search(arguments),
         "priority": arguments.priority,
         "tenant": arguments.tenant,
+        "constraint": _constraint(arguments),
     }
     given = {field.name: getattr(arguments, field.name) for field in _SAMPLING} | {"logit_bias": _logit_bias(arguments)}
     options.update(cast(GenerateOptions, given))

@@ -25,38 +25,39 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from motet.v1 import adapters_pb2 as motet_dot_v1_dot_adapters__pb2
+from motet.v1 import constraints_pb2 as motet_dot_v1_dot_constraints__pb2
 from motet.v1 import types_pb2 as motet_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19motet/v1/generation.proto\x12\x08motet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17motet/v1/adapters.proto\x1a\x14motet/v1/types.proto\"\x8a\x05\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x12.motet.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x16.motet.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.motet.v1.SamplingParams\x12*\n\x08stopping\x18\x08 \x01(\x0b\x32\x18.motet.v1.StoppingParams\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\'\n\x0bresume_from\x18\n \x01(\x0b\x32\x12.motet.v1.TokenIds\x12*\n\x08\x64\x65\x63oding\x18\x0b \x01(\x0b\x32\x18.motet.v1.DecodingParams\x12\x15\n\x08priority\x18\x0c \x01(\x11H\x01\x88\x01\x01\x12.\n\rpreconditions\x18\r \x01(\x0b\x32\x17.motet.v1.Preconditions\x12&\n\x08\x61\x64\x61pters\x18\x0e \x03(\x0b\x32\x14.motet.v1.AdapterUse\x12*\n\x0b\x63ombination\x18\x0f \x01(\x0e\x32\x15.motet.v1.Combination\x12\x19\n\x0clora_task_id\x18\x10 \x01(\x04H\x02\x88\x01\x01\x12\x13\n\x0brouting_key\x18\x12 \x01(\t\x12&\n\x06output\x18\x15 \x01(\x0b\x32\x16.motet.v1.OutputParamsB\x07\n\x05inputB\x0b\n\t_priorityB\x0f\n\r_lora_task_id\"H\n\nAdapterUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\x05scale\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_scale\"A\n\rPreconditions\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x15\n\rprompt_sha256\x18\x02 \x01(\t\"i\n\x16GenerateWithTaskHeader\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.motet.v1.GenerateRequest\x12#\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x14.motet.v1.UploadFile\"}\n\x17GenerateWithTaskRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .motet.v1.GenerateWithTaskHeaderH\x00\x12&\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x15.motet.v1.UploadChunkH\x00\x42\x06\n\x04part\"H\n\x18GenerateWithTaskResponse\x12,\n\x08response\x18\x01 \x01(\x0b\x32\x1a.motet.v1.GenerateResponse\"\xa9\x01\n\x10GenerateResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.motet.v1.GenerationStartedH\x00\x12*\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x19.motet.v1.GenerationDeltaH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.motet.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"\xaa\x04\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\t\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.motet.v1.SamplingParams\x12*\n\x08stopping\x18\x05 \x01(\x0b\x32\x18.motet.v1.StoppingParams\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12-\n\nqueue_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x08\x64\x65\x63oding\x18\t \x01(\x0b\x32\x18.motet.v1.DecodingParams\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.motet.v1.TokenLogprobs\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x19\n\x11model_fingerprint\x18\x0c \x01(\t\x12\x15\n\rprompt_sha256\x18\r \x01(\t\x12/\n\x0brender_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x08\x61\x64\x61pters\x18\x0f \x03(\x0b\x32\x14.motet.v1.AdapterUse\x12\x19\n\x0clora_task_id\x18\x11 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_lora_task_id\"\x9d\x01\n\x0fGenerationDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.motet.v1.TokenLogprobs\"\x88\x02\n\x12GenerationFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.motet.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.motet.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.motet.v1.Timings\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05score\x18\x08 \x01(\x01H\x01\x88\x01\x01\x42\x15\n\x13_cumulative_logprobB\x08\n\x06_score*W\n\x0b\x43ombination\x12\x1b\n\x17\x43OMBINATION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OMBINATION_CAT\x10\x01\x12\x16\n\x12\x43OMBINATION_LINEAR\x10\x02\x32\xb7\x01\n\x11GenerationService\x12\x43\n\x08Generate\x12\x19.motet.v1.GenerateRequest\x1a\x1a.motet.v1.GenerateResponse0\x01\x12]\n\x10GenerateWithTask\x12!.motet.v1.GenerateWithTaskRequest\x1a\".motet.v1.GenerateWithTaskResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19motet/v1/generation.proto\x12\x08motet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17motet/v1/adapters.proto\x1a\x1amotet/v1/constraints.proto\x1a\x14motet/v1/types.proto\"\xb4\x05\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x12.motet.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x16.motet.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.motet.v1.SamplingParams\x12*\n\x08stopping\x18\x08 \x01(\x0b\x32\x18.motet.v1.StoppingParams\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\'\n\x0bresume_from\x18\n \x01(\x0b\x32\x12.motet.v1.TokenIds\x12*\n\x08\x64\x65\x63oding\x18\x0b \x01(\x0b\x32\x18.motet.v1.DecodingParams\x12\x15\n\x08priority\x18\x0c \x01(\x11H\x01\x88\x01\x01\x12.\n\rpreconditions\x18\r \x01(\x0b\x32\x17.motet.v1.Preconditions\x12&\n\x08\x61\x64\x61pters\x18\x0e \x03(\x0b\x32\x14.motet.v1.AdapterUse\x12*\n\x0b\x63ombination\x18\x0f \x01(\x0e\x32\x15.motet.v1.Combination\x12\x19\n\x0clora_task_id\x18\x10 \x01(\x04H\x02\x88\x01\x01\x12\x13\n\x0brouting_key\x18\x12 \x01(\t\x12&\n\x06output\x18\x15 \x01(\x0b\x32\x16.motet.v1.OutputParams\x12(\n\nconstraint\x18\x16 \x01(\x0b\x32\x14.motet.v1.ConstraintB\x07\n\x05inputB\x0b\n\t_priorityB\x0f\n\r_lora_task_id\"H\n\nAdapterUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\x05scale\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_scale\"A\n\rPreconditions\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x15\n\rprompt_sha256\x18\x02 \x01(\t\"i\n\x16GenerateWithTaskHeader\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.motet.v1.GenerateRequest\x12#\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x14.motet.v1.UploadFile\"}\n\x17GenerateWithTaskRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .motet.v1.GenerateWithTaskHeaderH\x00\x12&\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x15.motet.v1.UploadChunkH\x00\x42\x06\n\x04part\"H\n\x18GenerateWithTaskResponse\x12,\n\x08response\x18\x01 \x01(\x0b\x32\x1a.motet.v1.GenerateResponse\"\xa9\x01\n\x10GenerateResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.motet.v1.GenerationStartedH\x00\x12*\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x19.motet.v1.GenerationDeltaH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.motet.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"\xaa\x04\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\t\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.motet.v1.SamplingParams\x12*\n\x08stopping\x18\x05 \x01(\x0b\x32\x18.motet.v1.StoppingParams\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12-\n\nqueue_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x08\x64\x65\x63oding\x18\t \x01(\x0b\x32\x18.motet.v1.DecodingParams\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.motet.v1.TokenLogprobs\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x19\n\x11model_fingerprint\x18\x0c \x01(\t\x12\x15\n\rprompt_sha256\x18\r \x01(\t\x12/\n\x0brender_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x08\x61\x64\x61pters\x18\x0f \x03(\x0b\x32\x14.motet.v1.AdapterUse\x12\x19\n\x0clora_task_id\x18\x11 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_lora_task_id\"\x9d\x01\n\x0fGenerationDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.motet.v1.TokenLogprobs\"\x88\x02\n\x12GenerationFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.motet.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.motet.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.motet.v1.Timings\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05score\x18\x08 \x01(\x01H\x01\x88\x01\x01\x42\x15\n\x13_cumulative_logprobB\x08\n\x06_score*W\n\x0b\x43ombination\x12\x1b\n\x17\x43OMBINATION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OMBINATION_CAT\x10\x01\x12\x16\n\x12\x43OMBINATION_LINEAR\x10\x02\x32\xb7\x01\n\x11GenerationService\x12\x43\n\x08Generate\x12\x19.motet.v1.GenerateRequest\x1a\x1a.motet.v1.GenerateResponse0\x01\x12]\n\x10GenerateWithTask\x12!.motet.v1.GenerateWithTaskRequest\x1a\".motet.v1.GenerateWithTaskResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'motet.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_COMBINATION']._serialized_start=2409
-  _globals['_COMBINATION']._serialized_end=2496
-  _globals['_GENERATEREQUEST']._serialized_start=152
-  _globals['_GENERATEREQUEST']._serialized_end=802
-  _globals['_ADAPTERUSE']._serialized_start=804
-  _globals['_ADAPTERUSE']._serialized_end=876
-  _globals['_PRECONDITIONS']._serialized_start=878
-  _globals['_PRECONDITIONS']._serialized_end=943
-  _globals['_GENERATEWITHTASKHEADER']._serialized_start=945
-  _globals['_GENERATEWITHTASKHEADER']._serialized_end=1050
-  _globals['_GENERATEWITHTASKREQUEST']._serialized_start=1052
-  _globals['_GENERATEWITHTASKREQUEST']._serialized_end=1177
-  _globals['_GENERATEWITHTASKRESPONSE']._serialized_start=1179
-  _globals['_GENERATEWITHTASKRESPONSE']._serialized_end=1251
-  _globals['_GENERATERESPONSE']._serialized_start=1254
-  _globals['_GENERATERESPONSE']._serialized_end=1423
-  _globals['_GENERATIONSTARTED']._serialized_start=1426
-  _globals['_GENERATIONSTARTED']._serialized_end=1980
-  _globals['_GENERATIONDELTA']._serialized_start=1983
-  _globals['_GENERATIONDELTA']._serialized_end=2140
-  _globals['_GENERATIONFINISHED']._serialized_start=2143
-  _globals['_GENERATIONFINISHED']._serialized_end=2407
-  _globals['_GENERATIONSERVICE']._serialized_start=2499
-  _globals['_GENERATIONSERVICE']._serialized_end=2682
+  _globals['_COMBINATION']._serialized_start=2479
+  _globals['_COMBINATION']._serialized_end=2566
+  _globals['_GENERATEREQUEST']._serialized_start=180
+  _globals['_GENERATEREQUEST']._serialized_end=872
+  _globals['_ADAPTERUSE']._serialized_start=874
+  _globals['_ADAPTERUSE']._serialized_end=946
+  _globals['_PRECONDITIONS']._serialized_start=948
+  _globals['_PRECONDITIONS']._serialized_end=1013
+  _globals['_GENERATEWITHTASKHEADER']._serialized_start=1015
+  _globals['_GENERATEWITHTASKHEADER']._serialized_end=1120
+  _globals['_GENERATEWITHTASKREQUEST']._serialized_start=1122
+  _globals['_GENERATEWITHTASKREQUEST']._serialized_end=1247
+  _globals['_GENERATEWITHTASKRESPONSE']._serialized_start=1249
+  _globals['_GENERATEWITHTASKRESPONSE']._serialized_end=1321
+  _globals['_GENERATERESPONSE']._serialized_start=1324
+  _globals['_GENERATERESPONSE']._serialized_end=1493
+  _globals['_GENERATIONSTARTED']._serialized_start=1496
+  _globals['_GENERATIONSTARTED']._serialized_end=2050
+  _globals['_GENERATIONDELTA']._serialized_start=2053
+  _globals['_GENERATIONDELTA']._serialized_end=2210
+  _globals['_GENERATIONFINISHED']._serialized_start=2213
+  _globals['_GENERATIONFINISHED']._serialized_end=2477
+  _globals['_GENERATIONSERVICE']._serialized_start=2569
+  _globals['_GENERATIONSERVICE']._serialized_end=2752
 # @@protoc_insertion_point(module_scope)

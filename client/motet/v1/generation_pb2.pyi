@@ -3,6 +3,7 @@ import datetime
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from motet.v1 import adapters_pb2 as _adapters_pb2
+from motet.v1 import constraints_pb2 as _constraints_pb2
 from motet.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -23,7 +24,7 @@ COMBINATION_CAT: Combination
 COMBINATION_LINEAR: Combination
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority", "preconditions", "adapters", "combination", "lora_task_id", "routing_key", "output")
+    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority", "preconditions", "adapters", "combination", "lora_task_id", "routing_key", "output", "constraint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +43,7 @@ class GenerateRequest(_message.Message):
     LORA_TASK_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter: str
     adapter_digest: str
@@ -60,7 +62,8 @@ class GenerateRequest(_message.Message):
     lora_task_id: int
     routing_key: str
     output: _types_pb2.OutputParams
-    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ..., preconditions: _Optional[_Union[Preconditions, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterUse, _Mapping]]] = ..., combination: _Optional[_Union[Combination, str]] = ..., lora_task_id: _Optional[int] = ..., routing_key: _Optional[str] = ..., output: _Optional[_Union[_types_pb2.OutputParams, _Mapping]] = ...) -> None: ...
+    constraint: _constraints_pb2.Constraint
+    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ..., preconditions: _Optional[_Union[Preconditions, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterUse, _Mapping]]] = ..., combination: _Optional[_Union[Combination, str]] = ..., lora_task_id: _Optional[int] = ..., routing_key: _Optional[str] = ..., output: _Optional[_Union[_types_pb2.OutputParams, _Mapping]] = ..., constraint: _Optional[_Union[_constraints_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class AdapterUse(_message.Message):
     __slots__ = ("name", "digest", "scale")

@@ -14,6 +14,7 @@ import numpy as np
 from motet.v1 import generation_pb2, types_pb2
 
 from control_plane.api.generation.adapter_uses import CheckedUses, check_uses
+from control_plane.api.generation.constraints import check_constraint
 from control_plane.api.generation.delta_size import check_delta_size
 from control_plane.api.generation.preconditions import check_preconditions
 from control_plane.api.generation.sampling_params import Decoding, check_decoding, check_sampling
@@ -107,6 +108,7 @@ def check_request(
             "output.token_bytes", "is set without sampling.logprobs and sampling.prompt_logprobs; set one of them too"
         )
     collecting = check_delta_size(request.output, violations)
+    check_constraint(request, violations)
     check_preconditions(request.preconditions, violations)
     violations.raise_if_any()
     return CheckedRequest(

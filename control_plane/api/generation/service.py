@@ -22,6 +22,7 @@ from contract.rope_scaling import MAX_CONTEXT
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation.activation import active_from
 from control_plane.api.generation.adapter_uses import composition_of, named_uses
+from control_plane.api.generation.constraints import Constraints
 from control_plane.api.generation.generation_record import GenerationRecord
 from control_plane.api.generation.preconditions import require_model, require_prompt, require_text, require_vocabulary
 from control_plane.api.generation.request import (
@@ -42,6 +43,7 @@ from control_plane.api.text.stream import TextStream
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
 from control_plane.checks import Violations, refuse
+from control_plane.constraints.compiler import ConstraintCompiler
 from control_plane.errors import AdapterNotFound, InvalidRequest, MotetError, NoWorker, PermissionDenied
 from control_plane.fleet.fleet import Fleet
 from control_plane.metrics.request_metrics import Metrics, NoMetrics
@@ -91,9 +93,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         audit: AuditLog | None = None,
         tasks: TaskSource | None = None,
         metrics: Metrics | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         """`tasks`: None where requests cannot name LoRA tasks."""
         self._tasks = tasks
+        self._constraints = constraints or Constraints(ConstraintCompiler())
         self._audit = audit or AuditLog()
         self._metrics = metrics or NoMetrics()
         self._model = model
@@ -161,6 +165,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         max_model_len = self._max_model_len(max((each.ref.context_length for each in resolved), default=0))
         render_time_s = self._render_time_s(checked)
         prompt = await self._prompt_token_ids(checked, text.codec, account, render_time_s, max_model_len, vocab_size)
+        constraint = await self._constraints.of(message, text.codec, eos_token_ids, vocab_size)
         resolved = self._resolved_anew(checked, resolved, key)
         if len(resolved) == 1:
             require_vocabulary(vocab_size, resolved[0].ref.vocab_size or self._model.vocab_size)
@@ -188,6 +193,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             priority=checked.priority,
             num_samples=decoding.best_of if decoding.beam is None else 1,
             beam=decoding.beam,
+            constraint=constraint,
         )
         stream = self._response_stream(checked, request, resolved, text.codec, render_time_s, vocab_size)
         with GenerationRecord(self._audit, caller, checked, request, stream, self._clock, self._metrics) as record:

@@ -66,6 +66,7 @@ class TextCodec:
         `encoder` encodes texts; None: the tokenizer does. `tokenizer_file`: the tokenizer.json that it was read from.
         """
         self.tokenizer_file = tokenizer_file
+        self._tokenizer = tokenizer
         self._encoder = encoder or tokenizer
         self._factory = None if tokenizer is None else DetokenizerFactory(tokenizer)
         self._bound = None if tokenizer is None else length_bound(tokenizer)
@@ -106,7 +107,7 @@ class TextCodec:
         """
         own = copy.copy(self)
         if tokenizer is not None:
-            own._encoder = tokenizer
+            own._tokenizer = own._encoder = tokenizer
             own._factory = DetokenizerFactory(tokenizer)
             own._bound = length_bound(tokenizer)
         if chat is not None:
@@ -150,6 +151,12 @@ class TextCodec:
     def special_tokens(self) -> dict[int, str]:
         """Special tokens by id; none without a tokenizer."""
         return {} if self._factory is None else self._factory.special_tokens()
+
+    async def tokenizer_json(self) -> str:
+        """The tokenizer, as tokenizer.json has it. Raises TokenizerUnavailable."""
+        self._require_tokenizer()
+        assert self._tokenizer is not None
+        return await self._threads.run(self._tokenizer.to_str)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids. Raises TokenizerUnavailable."""

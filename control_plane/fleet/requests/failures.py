@@ -8,6 +8,7 @@ from control_plane.errors import (
     AdapterLoadFailed,
     AdapterNotServed,
     AdapterTooLarge,
+    ConstraintFailed,
     ContextTooLong,
     DeadlineExceeded,
     FieldViolation,
@@ -79,6 +80,10 @@ def error_of(output: RequestOutput, request: Request, damage: Callable[[str], Mo
         assert request.adapter is not None, "no adapter, and its load failed"
         found = (damage(ref.digest) for ref in request.adapters)
         return next(filter(None, found), None) or adapter_failed(request)
+    if output.finish_reason is FinishReason.CONSTRAINT_FAILED:
+        return ConstraintFailed(
+            "constraint: the grammar took too much work to follow behind the tokens so far; give a simpler constraint"
+        )
     assert output.finish_reason is FinishReason.NOT_FINITE, f"{output.finish_reason} is not an error"
     return NotFinite("the model's logits were not finite for this request; check the adapter's weights")
 

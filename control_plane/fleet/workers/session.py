@@ -18,6 +18,7 @@ from contract import PROTOCOL
 from contract.process_log import printable
 from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
+from control_plane.constraints.sent import SentConstraints
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.adapter_loads import AdapterLoads
 from control_plane.fleet.workers.endings import EndCause
@@ -104,6 +105,7 @@ class WorkerSession:
         self._round_trip = RoundTrip(settings.plan_depth)
         self.steps = StepRecord()
         self._resident_bytes = 0
+        self._sent_constraints = SentConstraints()
         self._loads = AdapterLoads(self.worker_id, self._work, owner.on_load)
         self.outbox.send(
             plan_pb2.AttachResponse(
@@ -298,6 +300,8 @@ class WorkerSession:
             num_decodes = len(plan.decode_rows)
             num_tokens = num_decodes + sum(num for _, num in plan.prefills)
             self._work.plan_sent(plan.num_steps, num_tokens, num_decodes, self._awake())
+            for message in self._sent_constraints.messages_for(plan.new_rows):
+                self.outbox.send(message)
             self.outbox.send(self._encoder.encode(plan))
 
     def _deliver_ends(self) -> None:

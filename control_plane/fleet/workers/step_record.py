@@ -36,7 +36,7 @@ class StepRecord:
         if result.rows:
             self._has_given_tokens, self._num_not_finite = True, 0
         else:
-            self._num_not_finite += len(result.failed_rows)
+            self._num_not_finite += len(result.failed_rows) - len(result.unconstrained_rows)
 
     @property
     def running_request_ids(self) -> set[RequestId]:

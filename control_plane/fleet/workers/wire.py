@@ -186,6 +186,7 @@ class PlanEncoder:
             message.step_time_us,
             num_moved_blocks=message.num_moved_blocks,
             move_time_us=message.move_time_us,
+            unconstrained_rows=_unconstrained(message, failed_rows),
         )
         sampled = dict(zip(row_ids, result.token_ids, strict=True)) if message.sampled_logprobs else {}
         for entry in message.sampled_logprobs:
@@ -276,6 +277,7 @@ def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> 
         active_from=row.active_from,
         pooling=None if row.pooling is None else _POOLING[row.pooling.kind],
         num_labels=0 if row.pooling is None else row.pooling.num_labels,
+        grammar="" if row.constraint is None else row.constraint.digest,
     )
 
 
@@ -303,6 +305,18 @@ def _packed(values: Sequence[int]) -> bytes:
 
 def _packed_pairs(pairs: Iterable[tuple[int, int]]) -> bytes:
     return _packed(list(chain.from_iterable(pairs)))
+
+
+def _unconstrained(message: plan_pb2.StepResult, failed_rows: list[int]) -> frozenset[int]:
+    """The rows whose constraint failed, which must be among the failed ones."""
+    if not message.unconstrained_rows:
+        return frozenset()
+    if len(message.unconstrained_rows) % 4:
+        raise GarbageResult(f"step {message.step_id}: {len(message.unconstrained_rows)} bytes of unconstrained rows")
+    rows = frozenset(np.frombuffer(message.unconstrained_rows, dtype=_INT32).tolist())
+    if not rows <= set(failed_rows):
+        raise GarbageResult(f"step {message.step_id}: rows {sorted(rows - set(failed_rows))} did not fail")
+    return rows
 
 
 def _without(rows: list[int], failed_rows: list[int]) -> list[int]:

@@ -68,7 +68,11 @@ class StepResults:
         if not sequence.is_ended:
             group = sequence.group
             if token_id is None:
-                self._fail(group, outputs)
+                if row.row_idx in result.unconstrained_rows:
+                    outputs.append(ending(group, FinishReason.CONSTRAINT_FAILED))
+                    self._lifecycle.end(group)
+                else:
+                    self._fail(group, outputs)
                 return
             row.note_computed(num_tokens)
             if sequence.is_host_fed:

@@ -1,0 +1,1 @@
+"""Constraints of completions: checked at admission, sent to workers once per session."""

@@ -1,0 +1,146 @@
+"""Checks constraints for the server: `python -m control_plane.constraints.compile_process`, run by `compiler.py`.
+
+A process of its own, so that a grammar that takes too long, or all memory, ends alone. Standard input is a socket: one
+frame with the vocabulary comes in, then one for each constraint, and each is answered by one frame. The kernel kills
+the process by SIGPROF when a constraint takes more CPU time than it may.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import socket
+import struct
+import sys
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Any
+
+import llguidance
+
+from contract.sampling import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
+
+# Length of what follows in bytes; whether that is a grammar (1) or an error message (0). Then the UTF-8.
+HEADER = struct.Struct("<IB")
+# Whitespace between two parts of JSON is optional and bounded: a model cannot go on with it for ever.
+_JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{0,20}"}
+
+
+def main() -> int:
+    """Check constraints until the server closes the socket."""
+    with socket.socket(fileno=sys.stdin.fileno()) as sock, sock.makefile("rwb") as stream:
+        setup = json.loads(_read(stream) or "{}")
+        try:
+            vocabulary = llguidance.LLTokenizer(
+                setup["tokenizer"], n_vocab=setup["num_tokens"], eos_token=setup["end_token_ids"]
+            )
+        except ValueError as error:
+            _respond(stream, str(error), is_grammar=False)
+            return 1
+        _limit_memory(int(setup["memory_limit_bytes"]))
+        _respond(stream, "", is_grammar=True)
+        while (request := _read(stream)) is not None:
+            signal.setitimer(signal.ITIMER_PROF, float(setup["cpu_limit_s"]))
+            try:
+                text, is_grammar = compiled(json.loads(request), vocabulary), True
+            except ValueError as error:
+                text, is_grammar = str(error), False
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            _respond(stream, text, is_grammar=is_grammar)
+    return 0
+
+
+def compiled(constraint: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> str:
+    """The grammar of a constraint as llguidance reads it. Raises ValueError with its reason."""
+    grammar = grammar_of(constraint)
+    if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"the grammar has {len(grammar.encode())} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    limits = llguidance.LLParserLimits(**GRAMMAR_LIMITS)
+    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, vocabulary, limits=limits)
+    if is_error or messages:
+        raise ValueError("; ".join(messages))
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    mask = matcher.compute_bitmask() if not matcher.is_error() else b""
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    if not any(mask):
+        raise ValueError("it allows no token of this model's vocabulary to begin with")
+    return grammar
+
+
+def grammar_of(constraint: dict[str, Any]) -> str:
+    """The grammar of one form of constraint. Raises ValueError."""
+    kind, value = constraint["kind"], constraint["value"]
+    matcher = llguidance.LLMatcher
+    if kind == "json_object":
+        return matcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
+    if kind == "json_schema":
+        return matcher.grammar_from_json_schema(_schema_of(value), overrides=_JSON_OPTIONS)
+    if kind == "regex":
+        return matcher.grammar_from_regex(value)
+    if kind == "choices":
+        return matcher.grammar_from_lark("start: " + " | ".join(_quoted(text) for text in value))
+    if kind == "lark":
+        return matcher.grammar_from_lark(value)
+    tags = [
+        llguidance.StructTag(
+            trigger=tag["trigger"],
+            begin=tag["begin"],
+            grammar=tag["lark"] if "lark" in tag else json.dumps(_schema_of(tag["json_schema"])),
+            end=tag["end"],
+        )
+        for tag in value
+    ]
+    return llguidance.StructTag.to_grammar(tags, assume_special=False)
+
+
+def _schema_of(text: str) -> dict[str, Any]:
+    """A JSON schema without the member by which clients would change how llguidance reads it. Raises ValueError."""
+    try:
+        schema = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("the schema is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"the schema is not JSON: {error}") from error
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"the schema is {json.dumps(schema)[:40]}; it must be an object")
+    if "x-guidance" in schema:
+        raise ValueError('the schema has the member "x-guidance", which is not supported')
+    return schema
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read(stream: BufferedRWPair[Any, Any]) -> bytes | None:
+    """The next frame's bytes; None where the server closed the socket."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    size_bytes, _ = HEADER.unpack(header)
+    return bytes(stream.read(size_bytes))
+
+
+def _respond(stream: BufferedRWPair[Any, Any], text: str, *, is_grammar: bool) -> None:
+    encoded = text.encode("utf-8", "replace")
+    stream.write(HEADER.pack(len(encoded), is_grammar))
+    stream.write(encoded)
+    stream.flush()
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Bound what is allocated from here on. Only Linux reports what is in use, and only there the bound holds."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Constraints of rows: which tokens a grammar allows next."""

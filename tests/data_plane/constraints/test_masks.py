@@ -1,0 +1,147 @@
+"""Masks of constrained rows against a brute-force check over a small vocabulary."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import llguidance
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from data_plane.constraints.masks import ConstraintRows, Masks, forbid
+from data_plane.errors import PlanRefused
+from data_plane.plan import NewRow, RowConstraint, RowSampling, Vocabulary
+from tests.makers import make_tokenizer
+
+NUM_TOKENS = 270
+END = 0
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    directory: Path = make_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=264)
+    return Vocabulary("v", (directory / "tokenizer.json").read_text(encoding="utf-8"), NUM_TOKENS, (END,))
+
+
+def row_of(texts: list[str], vocabulary: Vocabulary, row: int = 0, generated: list[int] | None = None) -> NewRow:
+    grammar = llguidance.LLMatcher.grammar_from_lark(
+        "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    )
+    tokens = np.array([1, *(generated or [])], dtype=np.int32)
+    return NewRow(
+        row=row,
+        token_ids=tokens,
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=np.zeros(1, dtype=np.int32),
+        slot=None,
+        slot_generation=0,
+        sampling=RowSampling(),
+        constraint=RowConstraint(grammar, grammar, vocabulary),
+    )
+
+
+def masks_of(rows: ConstraintRows, numbers: list[int], position: int = 0) -> Masks:
+    pending = rows.begin(np.array(numbers), np.full(len(numbers), position))
+    assert pending is not None
+    return pending.result()
+
+
+def allowed(masks: Masks, place: int = 0) -> set[int]:
+    logits = torch.zeros(int(masks.indices.max()) + 1, NUM_TOKENS)
+    forbid(logits, masks)
+    return set(torch.nonzero(logits[masks.indices[place]] == 0).flatten().tolist())
+
+
+@given(st.lists(st.text("ab\u00e9 1", min_size=1, max_size=4), min_size=1, max_size=4), st.randoms())
+@settings(max_examples=40, deadline=None)
+def test_every_step_allows_exactly_the_tokens_that_go_on_to_a_choice(
+    vocabulary: Vocabulary, texts: list[str], random: object
+) -> None:
+    tokenizer = Tokenizer.from_str(vocabulary.tokenizer)
+    spelled = {"</s>": b"", "<s>": b""}
+    for symbol in (s for s, number in tokenizer.get_vocab().items() if number > 1):
+        spelled[symbol] = _bytes_of(symbol)
+    tokens = {number: spelled[symbol] for symbol, number in tokenizer.get_vocab().items()}
+    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows.add(row_of(texts, vocabulary))
+    encoded, text = [each.encode() for each in texts], b""
+    while True:
+        masks = masks_of(rows, [0])
+        expected = {
+            t for t, spelling in tokens.items() if t > 1 and any(e.startswith(text + spelling) for e in encoded)
+        }
+        if text in encoded:
+            expected.add(END)
+        assert allowed(masks) == expected
+        token = random.choice(sorted(expected))  # type: ignore[attr-defined]
+        if token == END:
+            return
+        rows.advance(masks, np.array([0]), np.array([token], dtype=np.int32))
+        text += tokens[token]
+
+
+def test_a_row_goes_on_behind_the_tokens_that_it_generated_before(vocabulary: Vocabulary) -> None:
+    tokenizer = Tokenizer.from_str(vocabulary.tokenizer)
+    b, z = _id_of(tokenizer, "b"), _id_of(tokenizer, "z")
+    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows.add(row_of(["bz"], vocabulary, row=3, generated=[b]))
+    masks = masks_of(rows, [5, 3])
+    assert masks.indices.tolist() == [1] and allowed(masks) == {z}
+
+
+def test_a_row_that_fails_leaves_the_others_alone(vocabulary: Vocabulary) -> None:
+    tokenizer = Tokenizer.from_str(vocabulary.tokenizer)
+    b, z = _id_of(tokenizer, "b"), _id_of(tokenizer, "z")
+    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows.add(row_of(["b"], vocabulary, row=0, generated=[z]))
+    rows.add(row_of(["b"], vocabulary, row=1))
+    masks = masks_of(rows, [0, 1])
+    assert masks.failed == [0]
+    assert allowed(masks, 1) == {b}
+
+
+def test_a_ban_is_lifted_only_where_nothing_else_is_allowed(vocabulary: Vocabulary) -> None:
+    sampling = RowSampling(min_tokens=9, banned_token_ids=np.array([END], dtype=np.int32))
+    tokenizer = Tokenizer.from_str(vocabulary.tokenizer)
+    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows.add(replace(row_of(["b"], vocabulary), sampling=sampling))
+    masks = masks_of(rows, [0])
+    assert masks.lifted == []
+    rows.advance(masks, np.array([0]), np.array([_id_of(tokenizer, "b")], dtype=np.int32))
+    assert masks_of(rows, [0], position=1).lifted == [0]
+    assert masks_of(rows, [0], position=9).lifted == []
+
+
+def test_logits_that_are_not_finite_are_found_below_a_mask(vocabulary: Vocabulary) -> None:
+    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows.add(row_of(["b"], vocabulary))
+    logits = torch.zeros(1, NUM_TOKENS)
+    assert forbid(logits, masks_of(rows, [0])).tolist() == [True]
+    logits[0, 200] = torch.nan
+    assert forbid(logits, masks_of(rows, [0])).tolist() == [False]
+
+
+def test_a_host_fed_row_has_no_constraint(vocabulary: Vocabulary) -> None:
+    with pytest.raises(PlanRefused, match="constraint"):
+        ConstraintRows(NUM_TOKENS).add(replace(row_of(["b"], vocabulary), is_host_fed=True))
+
+
+def _id_of(tokenizer: Tokenizer, text: str) -> int:
+    found = tokenizer.token_to_id(text)
+    assert found is not None
+    return found
+
+
+def _bytes_of(symbol: str) -> bytes:
+    """The bytes of a token as byte-level BPE writes them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    codes = {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return bytes(codes[character] for character in symbol)
