@@ -169,3 +169,12 @@ def test_time_that_is_none_is_refused(capsys: Capture, command: tuple[str, ...],
 def test_text_that_is_not_utf_8_is_refused(server: ScriptedServer, capsys: Capture) -> None:
     assert motet(server, "generate", "a\udcffb") == exits.REFUSED
     assert "not valid UTF-8" in capsys.readouterr().err and server.requests == []
+
+
+@pytest.mark.parametrize("flags", [("--adapter", ""), ("--adapter=",), ("--adapter", "a", "--adapter", "")])
+@pytest.mark.parametrize("more", [(), ("--lora-task", "7")])
+def test_known_bug_the_base_model_responds_instead_of_an_adapter_whose_name_is_empty(
+    flags: tuple[str, ...], more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hi", *flags, *more]) == 3
+    assert "--adapter: is empty; give a name, or leave the flag out" in capsys.readouterr().err

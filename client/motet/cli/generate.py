@@ -224,6 +224,8 @@ def _refuse_what_has_no_effect(arguments: argparse.Namespace) -> None:
 def _adapters(arguments: argparse.Namespace) -> GenerateOptions:
     """One plain adapter by its name; several adapters, or one with a scale, as uses; or a LoRA task."""
     named: list[str] = arguments.adapter
+    if "" in named:  # of a variable that is not set, say: the base model must not respond in the adapter's place
+        raise invalid_field("--adapter", "is empty; give a name, or leave the flag out for the base model")
     if arguments.lora_task is not None or arguments.lora_weights is not None:
         return {"lora_task": _lora_task(arguments), "adapter_digest": arguments.adapter_digest}
     if len(named) < 2 and not any("=" in name for name in named):
