@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from motet import GenerateOptions
 
 from gateway.openai.errors import refused
+from gateway.openai.formats import constraint_of
 from gateway.openai.messages import Body, ChatBody, CompletionBody
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's; Motet's own is 0
@@ -19,8 +20,6 @@ _REFUSED: Mapping[str, str] = {
     "return_token_ids": _NOT_SERVED,
     "use_beam_search": "is served over gRPC only",
     "length_penalty": "is for beam search, which is served over gRPC only",
-    "response_format": 'is not served, but {"type": "text"}',
-    "structured_outputs": _NOT_SERVED,
     "suffix": _NOT_SERVED,
     "functions": "is not served; give tools",
     "function_call": "is not served; give tool_choice",
@@ -34,7 +33,6 @@ _REFUSED: Mapping[str, str] = {
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "return_token_ids": (False,),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
@@ -147,6 +145,8 @@ def _options(body: Body) -> GenerateOptions:
         options["include_stop"] = True
     if body.cache_salt:
         options["cache_salt"] = body.cache_salt
+    if (constraint := constraint_of(body)) is not None:
+        options["constraint"] = constraint
     if body.logit_bias:
         options["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     return options

@@ -41,7 +41,7 @@ def stopped_worker(served: Served) -> Iterator[None]:
         ("prediction", {}),
         ("web_search_options", {}),
         ("chat_template", "x"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("structured_outputs", {}),
         ("tool_choice", "required"),
         ("store", True),
