@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from motet import AdapterVersion, InvalidArgument, NotFound, VersionVerification
+from motet import AdapterVersion, FailedPrecondition, InvalidArgument, NotFound, VersionRollout, VersionVerification
 from motet.cli.main import main
 
+from tests.data_plane.engine.test_long_context import with_fields
 from tests.e2e.harness import System, active_version
 from tests.makers import make_adapter, make_checkpoint
 
@@ -17,6 +18,7 @@ from tests.makers import make_adapter, make_checkpoint
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*have invalid shape", "ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:.*embedding layer has been resized"),
 ]
 FLAGS = ["--block-size", "4", "--num-blocks", "256", "--max-rows", "16", "--max-model-len", "64"]
 FLAGS += ["--num-slots", "8", "--arena-bytes", "64MiB", "--device", "cpu", "--threads", "1"]
@@ -27,6 +29,9 @@ KINDS = {
     "dora": {"targets": ATTENTION, "use_dora": True},
     "lora-bias": {"targets": ["q_proj", "v_proj"], "lora_bias": True},
     "head": {"targets": ["lm_head", "embed_tokens"]},
+    "own-rows": {"targets": ATTENTION, "resize": 259, "modules_to_save": ["embed_tokens", "lm_head"]},
+    "tokens": {"targets": ATTENTION, "trainable_token_indices": [5, 77]},
+    "activated": {"targets": ATTENTION, "alora_invocation_tokens": [201, 17]},
 }
 
 
@@ -51,6 +56,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pat
         name: make_adapter(directory / name, checkpoint, rank=4, seed=seed, **options)  # type: ignore[arg-type]
         for seed, (name, options) in enumerate(KINDS.items())
     }
+    fields = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    made["long"] = with_fields(directory / "long", made["lora"], **fields)
     return checkpoint, made
 
 
@@ -71,16 +78,16 @@ def wrong(files: tuple[Path, dict[str, Path]], tmp_path_factory: pytest.TempPath
     yield from place(files, tmp_path_factory.mktemp("wrong"), "tests.fakes.doubling_worker", "float32")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "long"])
 def test_a_version_that_is_served_as_its_weights_say_passes(right: Place, kind: str) -> None:
     right.system.client().adapters.register(kind, right.adapters[kind])
     found = right.verify(kind)
     assert found.passed and found.largest_error <= found.tolerance <= 0.02
     assert found.largest_effect > 5 * found.tolerance, "these prompts would show a wrong adapter"
-    assert (found.num_prompts, found.num_logprobs) == (4, 4 * 23)
+    assert (found.num_prompts, found.num_logprobs) == (4, 4 * (23 + 2 * (kind == "activated")))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "long"])
 def test_a_worker_that_doubles_the_scaling_fails(wrong: Place, kind: str) -> None:
     wrong.system.client().adapters.register(kind, wrong.adapters[kind])
     found = wrong.verify(kind)
@@ -128,3 +135,72 @@ def test_the_command_line_activates_only_what_passes(
         assert "largest error" in capsys.readouterr().out
         main(["adapters", "versions", "gated", *server])
         assert ("FAILED" in capsys.readouterr().out) is (status == 1)
+
+
+def test_a_first_version_is_not_served_before_its_verdict(
+    right: Place, wrong: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for served, status in ((right, 0), (wrong, 1)):
+        client, server = served.system.client(), ["--server", served.system.address]
+        directory = str(served.adapters["dora"])
+        assert main(["adapters", "add", "first", directory, "--verify", "--version-label", "best", *server]) == status
+        assert ("; active" in capsys.readouterr().out) is (status == 0)
+        (version,) = client.adapters.versions("first")
+        assert version.verification is not None and version.verification.passed is (status == 0)
+        if status == 0:
+            assert client.generate([5, 6], adapter="first@best", max_tokens=2).result().completions
+            continue
+        for name in ("first", "first@best"):
+            with pytest.raises((FailedPrecondition, NotFound)):
+                client.generate([5, 6], adapter=name, max_tokens=2).result()
+        with pytest.raises(FailedPrecondition, match="no version is active"):
+            client.adapters.pin("first")
+        served.system.control_plane.kill()
+        served.system.start_control_plane()
+        with pytest.raises(FailedPrecondition, match="no version is active"):
+            client.generate([5, 6], adapter="first", max_tokens=2).result()
+        assert (
+            main(["adapters", "activate", "first", version.digest[:12], *server]) == 0
+        )  # the operator wants it all the same
+        assert client.generate([5, 6], adapter="first", max_tokens=2).result().completions
+
+
+def test_a_pushed_version_that_is_held_becomes_active_by_its_verdict(right: Place, wrong: Place) -> None:
+    for served, is_right in ((right, True), (wrong, False)):
+        client = served.system.client()
+        files = served.adapters["lora"]
+        config = (files / "adapter_config.json").read_text()
+        weights = (files / "adapter_model.safetensors").read_bytes()
+        pushed = client.adapters.push("pushed", config, weights, hold=True).adapter
+        assert pushed.active_version is None and pushed.registration is not None
+        with pytest.raises(FailedPrecondition, match="no version is active"):
+            client.generate([5, 6], adapter="pushed", max_tokens=2).result()
+        registered = pushed.registration.version
+        assert registered is not None
+        version = client.adapters.verify("pushed", registered.digest, activate=True)
+        assert version.verification is not None and version.verification.passed is is_right
+        assert (client.adapters.get("pushed").active_version is not None) is is_right
+
+
+def test_a_canary_that_is_verified_first_gets_its_share_afterwards(right: Place) -> None:
+    client, server = right.system.client(), ["--server", right.system.address]
+    first = active_version(client.adapters.register("shared", right.adapters["lora"]))
+    options = ["--verify", "--canary", "25", *server]
+    assert main(["adapters", "add", "shared", str(right.adapters["rslora"]), *options]) == 0
+    adapter = client.adapters.get("shared")
+    assert active_version(adapter).digest == first.digest
+    assert adapter.canary is not None and adapter.canary.per_mille == 250 and adapter.canary.digest != first.digest
+    with pytest.raises(InvalidArgument, match=r"header\.rollout\.hold"):
+        rollout = VersionRollout(hold=True, canary_per_mille=5)
+        client.adapters.register("shared", right.adapters["dora"], rollout=rollout)
+
+
+def test_prompts_of_the_caller_may_have_the_versions_own_tokens(right: Place) -> None:
+    client = right.system.client()
+    for name in ("own-rows", "activated"):
+        client.adapters.register(name, right.adapters[name])
+    assert client.adapters.verify("own-rows", prompts=[[5, 258, 256, 7]]).verification is not None
+    with pytest.raises(InvalidArgument, match="has 259; token ids are below 259"):
+        client.adapters.verify("own-rows", prompts=[[5, 259]])
+    with pytest.raises(InvalidArgument, match="lacks the adapter's 2 invocation tokens"):
+        client.adapters.verify("activated", prompts=[[5, 17, 201]])

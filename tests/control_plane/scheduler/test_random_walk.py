@@ -34,6 +34,7 @@ LEAST: dict[str, float] = {
     "ended by length": 400,
     "ended by stop token": 50,
     "ended by deadline": 5,
+    "ended by pooled": 100,
     "preempted": 100,
     "tokens from the prefix cache": 300,
     "plans of several steps": 100,
@@ -48,6 +49,7 @@ LEAST_OF_OTHERS: dict[str, float] = {
     "several completions swapped in": 2,
     "ended before a move": 1,
     "set aside": 300,
+    "vectors begun again": 1,
     "given way": 10,
 }
 
@@ -60,7 +62,7 @@ def test_every_request_gets_its_own_tokens_and_the_state_is_consistent(policy: P
     for seed in count(FIRST_SEED + 10_000 * part):
         walk = Walk(seed, policy, check_every=CHECK_EVERY)
         walk.run(min(STEPS_PER_SEED, num_steps - seen["steps"]))
-        for reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN, FinishReason.DEADLINE):
+        for reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN, FinishReason.DEADLINE, FinishReason.POOLED):
             seen[f"ended by {reason.value.replace('_', ' ')}"] += walk.ledger.ended_by.get(reason, 0)
         stats = walk.scheduler.stats()
         seen["preempted"] += stats.num_preemptions
@@ -70,6 +72,7 @@ def test_every_request_gets_its_own_tokens_and_the_state_is_consistent(policy: P
         seen["requests with several completions"] += walk.num_groups
         seen["several completions swapped in"] += walk.num_groups_swapped_in
         seen["withdrawn"] += walk.num_withdrawn
+        seen["vectors begun again"] += walk.num_preempted_pooling
         seen["set aside"] += walk.num_set_aside
         seen["given way"] += walk.num_preempted_for_room
         seen["ended before a move"] += walk.num_ended_before_move
