@@ -16,14 +16,28 @@ from tests.e2e.harness import ROOT, System
 from tests.makers import make_adapter, make_checkpoint, make_tokenizer
 
 
+def program_with(text: str) -> str:
+    """README's one Python program that has this text."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    [program] = [block for block in blocks if text in block]
+    return str(program)
+
+
+def test_the_program_without_a_server_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = make_tokenizer(make_checkpoint(tmp_path / "base", arch="llama"))
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, rank=4, alpha=8, targets=["q_proj"], seed=1)
+    program = program_with("import LLM").replace("path/to/checkpoint", str(checkpoint))
+    exec(compile(program.replace("path/to/peft-adapter", str(adapter)), "README.md", "exec"), {})
+    assert re.match(r"legal Hello .*None Bye ", capsys.readouterr().out, re.DOTALL)
+
+
 def test_sdk_program_and_cli_tour_of_the_readme_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = make_tokenizer(make_checkpoint(tmp_path / "base", arch="llama"))
     adapter = make_adapter(tmp_path / "adapter", checkpoint, rank=4, alpha=8, targets=["q_proj"], seed=1)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 1
+    given = program_with("import Client")
     with System(checkpoint, tmp_path) as system:
         system.start_hash_worker()
-        program = blocks[0].replace("127.0.0.1:50051", system.address).replace("path/to/peft-adapter", str(adapter))
+        program = given.replace("127.0.0.1:50051", system.address).replace("path/to/peft-adapter", str(adapter))
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(program, "README.md", "exec"), {})

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from control_plane.errors import (
-    AdapterLoadFailed,
+    AdapterTooLarge,
 )
 from control_plane.scheduler.types import AdapterRef
 from tests.fakes.fleet_rig import (
@@ -87,6 +87,6 @@ async def test_what_pinned_adapters_leave_no_room_for_is_reported_at_once(clock:
     await run_all(worker, [fleet.submit(make_request(fleet, [1], 2, pinned))])
     stream = fleet.submit(make_request(fleet, [1], 2, other))
     await asyncio.sleep(0)  # the pump: nothing is sent, nothing will be answered
-    with pytest.raises(AdapterLoadFailed):
+    with pytest.raises(AdapterTooLarge):
         async with asyncio.timeout(10):
             await read_all(stream)
