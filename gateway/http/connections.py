@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import ssl
 import time
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE_S = 30.0  # without a whole head of a request, at the start and behind a response
 SLOW_READER_S = 30.0  # in which a reader takes less than what the buffer of a response holds
-HANDSHAKE_S = 20.0  # of TLS
+HANDSHAKE_S = 20  # of TLS
 SWEEP_EVERY_S = 1.0
 
 
@@ -100,8 +101,6 @@ class Connection(H11Protocol):
         self._connections = connections
         self._context = context
         self._tcp: asyncio.Transport | None = None
-        self._handshake: asyncio.Task[None] | None = None
-        self._early = b""  # what came with the end of the handshake
 
     @property
     def carries_request(self) -> bool:
@@ -111,13 +110,14 @@ class Connection(H11Protocol):
     def end(self) -> None:
         """End it at once, whatever is still to be sent."""
         self._connections.remove(self)
-        if self._handshake is not None:
-            self._handshake.cancel()
         transport = self.transport or self._tcp
         assert transport is not None, "ended before it began"
         transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        if self._tcp is not None:  # once more: behind the handshake
+            super().connection_made(transport)
+            return
         self.host = host_of(transport)
         self._tcp = transport
         if not self._connections.add(self):
@@ -125,13 +125,7 @@ class Connection(H11Protocol):
         elif self._context is None:
             super().connection_made(transport)
         else:
-            self._handshake = self.loop.create_task(self._begin_tls(transport, self._context))
-
-    def data_received(self, data: bytes) -> None:
-        if self.transport is None:
-            self._early += data
-        else:
-            super().data_received(data)
+            self._begin_tls(transport, self._context)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
@@ -157,21 +151,19 @@ class Connection(H11Protocol):
         self.silent_since_s = self._connections.clock()
         super().on_response_complete()
 
-    async def _begin_tls(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
-        try:
-            secured = await self.loop.start_tls(
-                transport, self, context, server_side=True, ssl_handshake_timeout=HANDSHAKE_S
-            )
-        except (OSError, ssl.SSLError) as error:
+    def _begin_tls(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
+        """In this call and not in a task: the client's first bytes may come before a task runs, and TLS misses them."""
+        ended: asyncio.Future[None] = self.loop.create_future()
+        tls = SSLProtocol(self.loop, self, context, ended, server_side=True, ssl_handshake_timeout=HANDSHAKE_S)
+        ended.add_done_callback(self._on_handshake_ended)
+        transport.set_protocol(tls)
+        tls.connection_made(transport)
+
+    def _on_handshake_ended(self, ended: asyncio.Future[None]) -> None:
+        error = None if ended.cancelled() else ended.exception()
+        if self.transport is None:  # without success, which is the one way in which connection_lost is not called
             logger.debug("no TLS with %s: %s", self.host, error)
-            self._connections.remove(self)
-            transport.abort()
-            return
-        assert secured is not None, "the transport was open"
-        self._handshake = None
-        super().connection_made(secured)
-        if self._early:
-            super().data_received(self._early)
+            self.end()
 
 
 def host_of(transport: asyncio.Transport) -> str:
