@@ -28,7 +28,7 @@ _STATUS_BY_CODE: Mapping[grpc.StatusCode, int] = {
 }
 # Clients repeat 409, 429 and every 5xx by themselves. Where a repetition cannot help, a header says so.
 _NO_RETRY = {"x-should-retry": "false"}
-_WITHOUT_RETRY = frozenset({409, 500, 501, 504})
+_WITHOUT_RETRY = frozenset({409, 413, 500, 501, 504})
 
 
 class Refusal(Exception):
@@ -44,13 +44,18 @@ class Refusal(Exception):
 def refusal_from(error: MotetError) -> Refusal:
     """What an error of the SDK is over HTTP. An unknown one is 500."""
     status = _STATUS_BY_CODE.get(error.code, 500)
+    message = error.message
+    if (
+        status == 429 and not error.reason and error.retry_after_s is None
+    ):  # not Motet's: gRPC refuses a message by its size
+        status, message = 413, f"the request is larger than Motet takes in one message; shorten it ({message})"
     headers = dict(_NO_RETRY) if status in _WITHOUT_RETRY else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if error.retry_after_s is not None:
         headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-    return Refusal(status, error.message, headers=headers)
+    return Refusal(status, message, headers=headers)
 
 
 def is_callers_mistake(error: MotetError) -> bool:

@@ -100,8 +100,9 @@ _KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "name", "rea
 
 
 def _turn_of(given: Mapping[str, Any], place: str) -> ChatMessage:
-    """A turn in the form of OpenAI's API."""
-    unknown = sorted(set(given) - _KEYS)
+    """A turn in the form of OpenAI's API. Responses have further fields, which are null or empty: these count as left
+    out, so that a response can be sent back."""
+    unknown = sorted(name for name in set(given) - _KEYS if given[name] not in (None, [], {}, ""))
     if unknown or "role" not in given or not {"content", "tool_calls"} & set(given):
         what = f"has {', '.join(map(repr, unknown))}" if unknown else "lacks 'role', or both 'content' and 'tool_calls'"
         raise invalid_field(place, f"{what}; give some of {', '.join(sorted(_KEYS))}")

@@ -124,3 +124,23 @@ def test_the_time_to_wait_is_in_headers_and_a_long_one_is_not_waited_for() -> No
     assert long.headers["x-should-retry"] == "false"
     assert refusal_of(Unavailable("gone")).headers["retry-after"] == "1"
     assert error_body(Refusal(413, "long"))["error"]["param"] is None
+
+
+def test_a_prompt_that_no_message_to_motet_can_carry_is_413_and_not_sent_again(served: Served) -> None:
+    with pytest.raises(openai.APIStatusError) as raised:
+        served.api.completions.create(model="legal", prompt="a" * 2_000_000)
+    assert raised.value.status_code == 413
+    assert raised.value.response.headers["x-should-retry"] == "false"
+    assert "larger than Motet takes in one message" in raised.value.message
+
+
+def test_the_message_of_a_response_can_be_sent_back(served: Served) -> None:
+    turns: list[Any] = [{"role": "user", "content": "Who pays?"}]
+    message = served.api.chat.completions.create(model="legal", messages=turns, max_tokens=4).choices[0].message
+    for back in (message, message.model_dump(), {**message.model_dump(), "annotations": []}):
+        again: list[Any] = [*turns, back, {"role": "user", "content": "Why?"}]
+        assert served.api.chat.completions.create(model="legal", messages=again, max_tokens=2).choices
+    with pytest.raises(openai.BadRequestError, match="refusal"):
+        served.api.chat.completions.create(
+            model="legal", messages=[{**message.model_dump(), "refusal": "I do not"}], max_tokens=2
+        )
