@@ -83,6 +83,8 @@ def items_of(
         request = cast(GenerateOptions, {**(own or {}), **options})
         if taken := [key for key in ("adapter", "adapters") if key in request]:
             raise invalid_field(f"sampling.{taken[0]}", "an adapter is named by adapter=, one for all or a list")
+        if unknown := sorted(set(request) - GenerateOptions.__annotations__.keys()):
+            raise invalid_field(f"sampling.{unknown[0]}", "is not known; SamplingParams lists what there is")
         if isinstance(name, str):
             request["adapter"] = name
         elif name is not None:

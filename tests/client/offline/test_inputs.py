@@ -74,6 +74,7 @@ def test_parameters_and_adapters_are_one_for_all_or_one_each() -> None:
         (5, None, "sampling: is int"),
         (None, ["a", 5], r"adapter\[1\]: is int"),
         ({"adapter": "a"}, None, r"sampling.adapter: an adapter is named by adapter="),
+        ({"timeout_s": 5}, None, "sampling.timeout_s: is not known"),
         ({"adapters": {"a": 1.0}}, "b", r"sampling.adapters: an adapter is named by adapter="),
     ],
 )

@@ -140,7 +140,6 @@ def test_the_message_of_a_response_can_be_sent_back(served: Served) -> None:
     for back in (message, message.model_dump(), {**message.model_dump(), "annotations": []}):
         again: list[Any] = [*turns, back, {"role": "user", "content": "Why?"}]
         assert served.api.chat.completions.create(model="legal", messages=again, max_tokens=2).choices
+    refused: Any = [{**message.model_dump(), "refusal": "I do not"}]
     with pytest.raises(openai.BadRequestError, match="refusal"):
-        served.api.chat.completions.create(
-            model="legal", messages=[{**message.model_dump(), "refusal": "I do not"}], max_tokens=2
-        )
+        served.api.chat.completions.create(model="legal", messages=refused, max_tokens=2)
