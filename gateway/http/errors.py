@@ -45,9 +45,8 @@ def refusal_from(error: MotetError) -> Refusal:
     """What an error of the SDK is over HTTP. An unknown one is 500."""
     status = _STATUS_BY_CODE.get(error.code, 500)
     message = error.message
-    if (
-        status == 429 and not error.reason and error.retry_after_s is None
-    ):  # not Motet's: gRPC refuses a message by its size
+    # Not one of Motet's own: gRPC refuses a message by its size.
+    if status == 429 and not error.reason and error.retry_after_s is None:
         status, message = 413, f"the request is larger than Motet takes in one message; shorten it ({message})"
     headers = dict(_NO_RETRY) if status in _WITHOUT_RETRY else {}
     if status == 401:
