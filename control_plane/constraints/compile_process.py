@@ -101,8 +101,8 @@ def _schema_of(text: str) -> dict[str, Any]:
         schema = json.loads(text)
     except RecursionError as error:
         raise ValueError("the schema is nested too deeply") from error
-    except ValueError as error:
-        raise ValueError(f"the schema is not JSON: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the schema is not JSON at character {error.pos + 1}: {error.msg}") from error
     if schema is True:
         return {}
     if not isinstance(schema, dict):

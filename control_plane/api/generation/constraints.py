@@ -72,7 +72,8 @@ class Constraints:
         try:
             return await self._compiler.compile(kind, _plain(message.constraint), vocabulary)
         except ConstraintRefused as error:
-            raise refuse(f"constraint.{kind}", str(error)) from error
+            # llguidance draws the place below the text, in several lines.
+            raise refuse(f"constraint.{kind}", " ".join(str(error).split())) from error
 
     async def _vocabulary(self, codec: TextCodec, ends: tuple[int, ...], num_tokens: int) -> Vocabulary:
         own = self._vocabularies.setdefault(codec, {})

@@ -6,6 +6,8 @@ import contextlib
 import io
 import re
 
+import pytest
+
 from gateway.openai.messages import ChatBody, CompletionBody
 from tests.e2e.harness import ROOT
 from tests.gateway.openai.conftest import Served
@@ -13,8 +15,11 @@ from tests.gateway.openai.conftest import Served
 DOCUMENT = (ROOT / "docs" / "openai.md").read_text("utf-8")
 
 
-def test_the_program_of_the_document_prints_a_text(served: Served) -> None:
-    [program] = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+PROGRAMS = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_program_of_the_document_prints_a_text(served: Served, program: str) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(program.replace("http://127.0.0.1:8000", served.gateway.url), "docs/openai.md", "exec"), {})

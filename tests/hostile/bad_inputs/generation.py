@@ -13,6 +13,7 @@ from motet.v1 import generation_pb2, types_pb2
 
 from tests.hostile.bad_inputs import conversations, names
 from tests.hostile.bad_inputs.case import INVALID, OK, Case, set_path, short
+from tests.hostile.bad_inputs.constraints import CONSTRAINTS
 from tests.hostile.bad_inputs.facts import BLOCK_SIZE, MAX_MODEL_LEN, MAX_ROWS, NUM_BLOCKS, VOCAB_SIZE, Facts, sha256
 from tests.hostile.bad_inputs.wire import chunk, nested, number
 
@@ -190,6 +191,10 @@ def cases(_facts: Facts) -> Iterator[Case]:
     for path, bad, good in TABLE:
         yield from (_refused({path: value}, path, f"{path} = {short(value)}") for value in bad)
         yield from (taken({path: value}, f"{path} = {short(value)}") for value in good)
+    for path, bad in CONSTRAINTS:
+        yield from (
+            _refused({"stopping.ignore_eos": False, path: value}, path, f"{path} = {short(value)}") for value in bad
+        )
     for fields, field, says in ELEMENTS:
         yield _refused(fields, field, _named(fields), says)
     yield from (taken(fields, _named(fields)) for fields in GOOD)
