@@ -8,21 +8,16 @@ the process by SIGPROF when a constraint takes more CPU time than it may.
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import socket
-import struct
 import sys
-from io import BufferedRWPair
-from pathlib import Path
 from typing import Any
 
 import llguidance
 
 from contract.sampling import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
+from control_plane.framed_child.frames import limit_memory, read_frame, write_frame
 
-# Length of what follows in bytes; whether that is a grammar (1) or an error message (0). Then the UTF-8.
-HEADER = struct.Struct("<IB")
 # Whitespace between two parts of JSON is optional and bounded: a model cannot go on with it for ever.
 _JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{0,20}"}
 
@@ -30,24 +25,24 @@ _JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\
 def main() -> int:
     """Check constraints until the server closes the socket."""
     with socket.socket(fileno=sys.stdin.fileno()) as sock, sock.makefile("rwb") as stream:
-        setup = json.loads(_read(stream) or "{}")
+        setup = json.loads(read_frame(stream) or "{}")
         try:
             vocabulary = llguidance.LLTokenizer(
                 setup["tokenizer"], n_vocab=setup["num_tokens"], eos_token=setup["end_token_ids"]
             )
         except ValueError as error:
-            _respond(stream, str(error), is_grammar=False)
+            write_frame(stream, str(error), is_result=False)
             return 1
-        _limit_memory(int(setup["memory_limit_bytes"]))
-        _respond(stream, "", is_grammar=True)
-        while (request := _read(stream)) is not None:
+        limit_memory(int(setup["memory_limit_bytes"]))
+        write_frame(stream, "", is_result=True)
+        while (request := read_frame(stream)) is not None:
             signal.setitimer(signal.ITIMER_PROF, float(setup["cpu_limit_s"]))
             try:
                 text, is_grammar = compiled(json.loads(request), vocabulary), True
             except ValueError as error:
                 text, is_grammar = str(error), False
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            _respond(stream, text, is_grammar=is_grammar)
+            write_frame(stream, text, is_result=is_grammar)
     return 0
 
 
@@ -114,32 +109,6 @@ def _schema_of(text: str) -> dict[str, Any]:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _read(stream: BufferedRWPair[Any, Any]) -> bytes | None:
-    """The next frame's bytes; None where the server closed the socket."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    size_bytes, _ = HEADER.unpack(header)
-    return bytes(stream.read(size_bytes))
-
-
-def _respond(stream: BufferedRWPair[Any, Any], text: str, *, is_grammar: bool) -> None:
-    encoded = text.encode("utf-8", "replace")
-    stream.write(HEADER.pack(len(encoded), is_grammar))
-    stream.write(encoded)
-    stream.flush()
-
-
-def _limit_memory(num_bytes: int) -> None:
-    """Bound what is allocated from here on. Only Linux reports what is in use, and only there the bound holds."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    except OSError:
-        return
-    limit = pages * resource.getpagesize() + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ import asyncio
 import hashlib
 import json
 import logging
-import socket
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from control_plane.child_process import ChildProcess, module_command
-from control_plane.constraints.compile_process import HEADER
 from control_plane.errors import Unavailable
+from control_plane.framed_child.child import FramedChild
 from control_plane.scheduler.types import Constraint, Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -44,7 +42,7 @@ class ConstraintCompiler:
 
     def __init__(self, limits: CompileLimits = CompileLimits()) -> None:
         self._limits = limits
-        self._children: OrderedDict[str, _Child] = OrderedDict()  # by the digest of the vocabulary, last used last
+        self._children: OrderedDict[str, FramedChild] = OrderedDict()  # by the digest of the vocabulary, last used last
         self._kept: OrderedDict[str, Constraint | str] = OrderedDict()  # by digest; a text says what is wrong
         self._lock = asyncio.Lock()  # one constraint at a time
         self._is_closed = False
@@ -90,7 +88,7 @@ class ConstraintCompiler:
             raise
         return Constraint(digest, text, vocabulary) if is_grammar else text
 
-    async def _child(self, vocabulary: Vocabulary) -> _Child:
+    async def _child(self, vocabulary: Vocabulary) -> FramedChild:
         child = self._children.get(vocabulary.digest)
         if child is not None:
             self._children.move_to_end(vocabulary.digest)
@@ -110,7 +108,7 @@ class ConstraintCompiler:
         message = await asyncio.to_thread(lambda: json.dumps(setup).encode())
         child = None
         try:
-            child = await _Child.start()
+            child = await FramedChild.start("control_plane.constraints.compile_process")
             async with asyncio.timeout(self._limits.start_limit_s):
                 text, is_ready = await child.ask(message)
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
@@ -127,39 +125,3 @@ class ConstraintCompiler:
             raise ConstraintRefused(f"cannot be used with the tokenizer of this model: {text}")
         self._children[vocabulary.digest] = child
         return child
-
-
-class _Child:
-    """One process and the socket to it. Checks one constraint after the other."""
-
-    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.process = process
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def start(cls) -> _Child:
-        """Raises OSError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                command, environment = module_command("control_plane.constraints.compile_process")
-                process = ChildProcess(command, stdin=theirs.fileno(), stderr=None, environment=environment)
-            except OSError:
-                ours.close()
-                raise
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return cls(process, reader, writer)
-
-    async def ask(self, request: bytes) -> tuple[str, bool]:
-        """What the child responds, and whether it is no error. Raises OSError or IncompleteReadError if it ended."""
-        self._writer.write(HEADER.pack(len(request), 1) + request)
-        await self._writer.drain()
-        size_bytes, is_grammar = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-        return (await self._reader.readexactly(size_bytes)).decode(), bool(is_grammar)
-
-    async def end(self) -> int:
-        """Its exit status, once it is gone."""
-        self.process.kill()
-        self._writer.transport.abort()
-        return await self.process.wait()

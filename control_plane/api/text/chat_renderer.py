@@ -9,14 +9,12 @@ import asyncio
 import json
 import logging
 import signal
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from control_plane.api.text.conversation import Conversation
-from control_plane.api.text.frames import FRAME_HEADER
-from control_plane.child_process import ChildProcess, module_command
 from control_plane.errors import Unavailable
+from control_plane.framed_child.child import FramedChild
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +112,7 @@ class ChatRenderer:
         if self._is_closed:
             raise Unavailable("the server is shutting down; try another one or try again in a moment")
         try:
-            child = await _Child.start()
+            child = await _Child.start("control_plane.api.text.render_process")
         except OSError as error:
             logger.error("chat renderer not started error=%s", error)
             raise Unavailable("the process that renders conversations could not be started; try again") from error
@@ -136,7 +134,7 @@ class ChatRenderer:
         """
         try:
             async with asyncio.timeout(self._limits.wall_limit_s):
-                await child.ask(request)
+                child.result = await child.ask(request)
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             is_stuck = isinstance(error, TimeoutError)
             status = await self._drop(child, is_running=is_stuck)
@@ -161,47 +159,15 @@ class ChatRenderer:
         return await child.end(is_running=is_running)
 
 
-class _Child:
-    """One process and the socket to it. Renders one conversation after the other."""
+class _Child(FramedChild):
+    """Renders one conversation after the other."""
 
-    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.process = process
-        self._reader = reader
-        self._writer = writer
-        self._result: tuple[bool, str] | None = None
-
-    @classmethod
-    async def start(cls) -> _Child:
-        """Raises OSError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                command, environment = module_command("control_plane.api.text.render_process")
-                process = ChildProcess(command, stdin=theirs.fileno(), stderr=None, environment=environment)
-            except OSError:
-                ours.close()
-                raise
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return cls(process, reader, writer)
-
-    async def ask(self, request: bytes) -> None:
-        """Send the conversation and read the result. Raises OSError or IncompleteReadError where the process ended."""
-        self._writer.write(FRAME_HEADER.pack(len(request), 1) + request)
-        await self._writer.drain()
-        size_bytes, is_text = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
-        self._result = bool(is_text), (await self._reader.readexactly(size_bytes)).decode()
+    result: tuple[str, bool] | None = None  # what came back last, and whether it is a text that was rendered
 
     def take_result(self) -> str:
         """The text that it made last. Raises RenderRefused where it made none."""
-        assert self._result is not None, "nothing was rendered"
-        (is_text, text), self._result = self._result, None
+        assert self.result is not None, "nothing was rendered"
+        (text, is_text), self.result = self.result, None
         if not is_text:
             raise RenderRefused(text)
         return text
-
-    async def end(self, *, is_running: bool) -> int:
-        """Its exit status. `is_running`: it does not end by itself."""
-        if is_running:
-            self.process.kill()
-        self._writer.transport.abort()
-        return await self.process.wait()
