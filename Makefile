@@ -25,7 +25,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format sdk-reference adapter-fields check gpu-check soak faults kills churn mutate clean
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format dist sdk-reference adapter-fields check gpu-check soak faults kills churn mutate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -120,13 +120,16 @@ lint: setup-dev  ## ruff, the import contracts, the protos
 	$(BIN)/lint-imports
 	$(PY) .ci/lint_protos.py
 
+dist: setup  ## the wheels motet, motet-contract, motet-server and motet-worker in dist/, the same bytes for the same commit
+	$(PY) deploy/wheels/build.py
+
 format: setup-dev  ## let ruff and buf rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/buf format -w protos/motet
 
 type: setup-dev  ## mypy, strict; tests, examples/ and the programs of README.md too
-	$(BIN)/mypy contract control_plane data_plane gateway kernels client/motet benchmarks examples tests
+	$(BIN)/mypy contract control_plane data_plane gateway kernels client/motet benchmarks deploy examples tests
 	$(PY) .ci/readme_types.py
 
 stubs: $(STUBS_VENV)/.stamp  ## regenerate the stubs from protos/, and protos/google

@@ -84,6 +84,7 @@ _REFLECTED = (generation, model, pooling, adapters, push, residency, verificatio
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a control plane until SIGTERM or SIGINT; the exit status."""
     parser = Parser(prog="motet control-plane", description="Motet's control plane: serves clients and workers.")
+    parser.add_version()
     add_arguments(parser)
     try:
         config = from_args(parser.parse_args(argv))

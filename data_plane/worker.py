@@ -48,6 +48,7 @@ def _build_and_run(argv: Sequence[str]) -> int:
     if build_native.is_requested(argv):
         return build_native.run(argv)
     parser = Parser(prog="motet worker", description="Compute for a Motet control plane.", epilog=build_native.HELP)
+    parser.add_version()
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:

@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="motet gateway",
         description="Motet over HTTP: an OpenAI-compatible API, and the sampling part of the Tinker protocol.",
     )
+    parser.add_version()
     add_arguments(parser, GatewayConfig)
     try:
         config: GatewayConfig = from_args(parser.parse_args(argv), GatewayConfig)

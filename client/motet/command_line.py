@@ -9,6 +9,8 @@ import argparse
 import re
 from typing import NoReturn
 
+from motet import __version__
+
 WRONG_COMMAND_LINE = 2  # exit code, argparse's own
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -21,6 +23,10 @@ class Parser(argparse.ArgumentParser):
         """End the process: argparse cannot read the command line."""
         # argparse writes "argument --flag: reason", our own checks "--flag: reason".
         self.refuse(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def add_version(self) -> None:
+        """Add --version, which prints Motet's version and ends the process."""
+        self.add_argument("--version", action="version", version=f"motet {__version__}")
 
     def refuse(self, reason: str) -> NoReturn:
         """End the process: a flag's value cannot be used. `reason` names the flag and ends with what to do."""

@@ -137,7 +137,8 @@ def test_missing_server_part_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Ca
     monkeypatch.setattr(server_parts, "CHECKOUT", tmp_path)
     for command in ("control-plane", "worker", "gateway", "up"):
         assert main([command, "--model", "x"]) == exits.FAILED
-        assert "holds the client only" in capsys.readouterr().err
+        extra = "worker" if command == "worker" else "server"
+        assert f"not installed: pip install 'motet[{extra}]'" in capsys.readouterr().err
 
 
 def test_wrong_command_line_ends_with_usage(capsys: Capture) -> None:

@@ -98,7 +98,9 @@ sys.exit(motet.cli.main.main(["up", "model"]))
     run = subprocess.run(
         [sys.executable, "-P", "-c", program], cwd=tmp_path, env=environment, timeout=60, capture_output=True, text=True
     )
-    assert run.returncode == 1 and "this installation holds the client only" in run.stderr, run.stderr
+    assert run.returncode == 1 and "'control_plane' is not installed: pip install 'motet[server]'" in run.stderr, (
+        run.stderr
+    )
 
 
 def test_servers_load_none_of_the_clients_code() -> None:

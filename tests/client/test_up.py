@@ -394,8 +394,10 @@ def test_no_orphan_stays_when_the_supervisor_is_killed(stage: Stage) -> None:
     assert sorted(stage.words()[2:]) == ["control-stopped", "worker-stopped"]
 
 
-def test_client_without_the_server_says_where_the_server_runs() -> None:
-    with pytest.raises(server_parts.ServerPartMissing, match=r"holds the client only\. The server runs from a"):
+def test_client_without_the_server_says_how_to_install_the_server() -> None:
+    with pytest.raises(
+        server_parts.ServerPartMissing, match=r"pip install 'motet\[server\]', or run `make setup` in a"
+    ):
         server_parts.load("no_such_part.config")
 
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from motet import __version__
 from motet.cli import adapters, audit, convert, exits, generate, keys, server_parts, status, up
 from motet.cli.context import Subparsers, server_option
 from motet.command_line import Parser
@@ -81,7 +80,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[server_option(is_top=True)],
     )
-    parser.add_argument("--version", action="version", version=f"motet {__version__}")
+    parser.add_version()
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add_parser in _CLIENT_COMMANDS.values():
         add_parser(commands)

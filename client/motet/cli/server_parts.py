@@ -1,6 +1,7 @@
-"""`motet control-plane`, `motet worker` and `motet gateway`: hand the command line to the server parts of a checkout.
+"""`motet control-plane`, `motet worker` and `motet gateway`: hand the command line to the server parts.
 
-The published package holds the client only; the server parts are imported when needed and not before.
+The package `motet` holds the client only. The server parts are distributions of their own, or lie beside it in a
+checkout; they are imported when needed and not before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 CHECKOUT = Path(__file__).resolve().parents[3]
+_EXTRA_BY_PACKAGE = {"control_plane": "server", "gateway": "server", "data_plane": "worker"}
 
 
 class ServerPartMissing(Exception):
@@ -41,18 +43,19 @@ def run_gateway(argv: Sequence[str]) -> int:
 def load(module: str) -> ModuleType:
     """A module of the server. Raises ServerPartMissing."""
     package = module.partition(".")[0]
+    extra = _EXTRA_BY_PACKAGE.get(package, "server")
     if importlib.util.find_spec(package) is None:
         if not (CHECKOUT / package / "__init__.py").is_file():
             raise ServerPartMissing(
-                f"the server part {package!r} is not here: this installation holds the client only. The server runs "
-                "from a checkout of Motet's repository: run `make setup` there, and this command in its environment"
+                f"the server part {package!r} is not installed: pip install 'motet[{extra}]', or run `make setup` in a "
+                "checkout of Motet's repository, and this command in its environment"
             )
         sys.path.insert(0, str(CHECKOUT))
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ServerPartMissing(
-            f"{module} needs the Python package {error.name!r}, not installed; install the server's requirements"
+            f"{module} needs the Python package {error.name!r}, not installed: pip install 'motet[{extra}]'"
         ) from error
 
 

@@ -119,6 +119,7 @@ def _parser(control: _Flags, worker: _Flags) -> Parser:
         "`motet up DIR` is short for `motet up --model DIR`.",
         allow_abbrev=False,
     )
+    parser.add_version()
     shared = control.declared.keys() & worker.declared.keys()
     groups = (
         ("control plane and worker", {flag: control.declared[flag] for flag in control.declared if flag in shared}),
