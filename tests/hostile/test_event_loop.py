@@ -6,6 +6,7 @@ matter, in a control plane built as in production.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,9 +23,10 @@ from tokenizers import Tokenizer
 from tests.e2e.harness import System
 from tests.fakes.watched_control_plane import command, take_report
 from tests.hostile.bad_inputs import large, mutations, worker_port
-from tests.hostile.bad_inputs.case import send
+from tests.hostile.bad_inputs.case import Case, send
 from tests.hostile.bad_inputs.corpus import CLIENT_TABLES, GOOD_ADAPTER, Target
 from tests.hostile.bad_inputs.facts import ROOT_NAME
+from tests.hostile.bad_inputs.other_calls import UNARY
 from tests.makers import make_checkpoint, make_tokenizer
 
 MAX_TURN_MS = 50.0
@@ -35,11 +37,12 @@ TIMEOUT_S = 120.0
 CONTEXT = 131_072
 
 
-def check(system: System, report: Path, what: str) -> None:
-    """Nothing held up the loop since the last check."""
+def check(system: System, report: Path, what: str, *, allowed_ms: float = 0.0) -> None:
+    """Nothing held up the loop since the last check. `allowed_ms`: what protobuf needs to read the messages sent."""
     found = take_report(system.control_plane, report)
     worst = "\n".join(f"{ms} ms: {name[:300]}" for ms, name in found.slowest)
-    assert found.longest_turn_ms <= MAX_TURN_MS, f"{what}: a turn of {found.longest_turn_ms} ms\n{worst}"
+    limit_ms = MAX_TURN_MS + allowed_ms
+    assert found.longest_turn_ms <= limit_ms, f"{what}: a turn of {found.longest_turn_ms} ms of {limit_ms}\n{worst}"
     assert found.longest_lock_ms <= MAX_LOCK_MS, f"{what}: the lock was held for {found.longest_lock_ms} ms"
 
 
@@ -75,7 +78,17 @@ def test_no_field_filled_to_the_largest_message_holds_up_the_loop(target: Target
         outcome = send(target.client_channel, case)
         problems = mutations.problems(outcome, target.facts.secrets)
         assert not problems, f"{case.name}: {problems}"
-        check(target.system, report, case.name)
+        # Twice what it takes here: the server's memory is fragmented, this one's is fresh.
+        check(target.system, report, case.name, allowed_ms=2 * reading_ms(case))
+
+
+def reading_ms(case: Case) -> float:
+    """CPU time of protobuf to read the case's messages: no server that takes them can need less."""
+    kind = UNARY.get(case.method, adapters_pb2.UploadAdapterRequest)
+    began_s = time.thread_time()
+    for message in case.messages:
+        kind.FromString(message)
+    return (time.thread_time() - began_s) * 1e3
 
 
 # ---- what is answered ----
