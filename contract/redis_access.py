@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from contract.flags import flag_of, optional_path, setting
 from contract.redaction import has_password, redacted_url, split_url
+from contract.settings.flags import flag_of, optional_path, setting
 
 SCHEMES = ("redis", "rediss", "unix")
 MAX_PASSWORD_BYTES = 4096

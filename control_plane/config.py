@@ -6,20 +6,22 @@ Read by server.py and by the command line for its help. Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from motet.command_line import byte_size
 
-from contract import flags
-from contract.flags import group, optional_path, setting
 from contract.model_dir import why_no_checkpoint
 from contract.packed_layout import ITEMSIZE
 from contract.process_log import LOG_LEVELS, settings_line, shown_value
 from contract.redaction import has_password
 from contract.redis_access import PasswordUnreadable, RedisAccess, RedisTls, find_url_mistake, read_password
+from contract.settings import config_file, flags
+from contract.settings.flags import group, optional_path, setting
 from control_plane.access.settings import AccessSettings
 from control_plane.adapters.sources.locations import remote_root
 from control_plane.fleet.settings import FleetSettings
@@ -362,9 +364,15 @@ def _flag_of(name: str) -> str:
     return flags.flag_of(ServerConfig, name)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of the control plane. MOTET_<FLAG> in the environment is a flag's default."""
-    flags.add_arguments(parser, ServerConfig)
+def environment(argv: Sequence[str]) -> Mapping[str, str]:
+    """The process's environment, over what the file of --config says. Raises ConfigFileError."""
+    return config_file.environment(argv, config_file.CONTROL_PLANE, ServerConfig)
+
+
+def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ) -> None:
+    """Add every flag of the control plane. MOTET_<FLAG> in `environ` is a flag's default. Raises ValueError."""
+    config_file.add_argument(parser, environ)
+    flags.add_arguments(parser, ServerConfig, environ)
 
 
 def from_args(namespace: argparse.Namespace) -> ServerConfig:

@@ -54,7 +54,7 @@ from control_plane.api.pooling import service as pooling
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
 from control_plane.audit.audit_log import AuditLog, open_audit_log
-from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
+from control_plane.config import ConfigError, ServerConfig, add_arguments, environment, from_args
 from control_plane.directory_lock import DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
 from control_plane.fleet.assembly import assemble
@@ -83,12 +83,14 @@ _REFLECTED = (generation, model, pooling, adapters, push, residency, verificatio
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a control plane until SIGTERM or SIGINT; the exit status."""
-    parser = Parser(prog="motet control-plane", description="Motet's control plane: serves clients and workers.")
+    parser = Parser(
+        prog="motet control-plane", description="Motet's control plane: serves clients and workers.", allow_abbrev=False
+    )
     parser.add_version()
-    add_arguments(parser)
     try:
+        add_arguments(parser, environment(sys.argv[1:] if argv is None else argv))
         config = from_args(parser.parse_args(argv))
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:
         parser.refuse(str(error))
     configure_logging(config.log_level, process="control plane")
     logger.info("settings %s", config.describe(only_changed=True))

@@ -9,19 +9,20 @@ import argparse
 import os
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from motet.command_line import byte_size
 from motet.tls import TlsError, TlsFiles, tls_files
 
-from contract import flags
-from contract.flags import group, optional_path, setting
 from contract.hello_bounds import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS, MAX_SLOTS, MAX_STEP_TOKENS
 from contract.ids import WORKER_ID_FORM, is_worker_id
 from contract.packed_layout import ITEMSIZE
 from contract.process_log import LOG_LEVELS, settings_line
 from contract.redis_access import PasswordUnreadable, RedisTls, find_url_mistake, read_password
+from contract.settings import config_file, flags
+from contract.settings.flags import group, optional_path, setting
 from data_plane.errors import ConfigError
 
 TLS_FLAGS = ("--control-plane-tls-ca", "--control-plane-tls-cert", "--control-plane-tls-key")
@@ -253,9 +254,15 @@ class WorkerConfig:
         return self.threads if self.threads is not None else len(os.sched_getaffinity(0))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of a worker. MOTET_<FLAG> in the environment is a flag's default."""
-    flags.add_arguments(parser, WorkerConfig)
+def environment(argv: Sequence[str]) -> Mapping[str, str]:
+    """The process's environment, over what the file of --config says. Raises ConfigFileError."""
+    return config_file.environment(argv, config_file.WORKER, WorkerConfig)
+
+
+def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ) -> None:
+    """Add every flag of a worker. MOTET_<FLAG> in `environ` is a flag's default. Raises ValueError."""
+    config_file.add_argument(parser, environ)
+    flags.add_arguments(parser, WorkerConfig, environ)
 
 
 def from_args(namespace: argparse.Namespace) -> WorkerConfig:

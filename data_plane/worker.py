@@ -22,7 +22,7 @@ from contract.redis_access import RedisAccess, RedisTls
 from contract.v1 import plan_pb2
 from contract.v1.plan_pb2_grpc import WorkerServiceStub
 from data_plane import build_native
-from data_plane.config import WorkerConfig, add_arguments, from_args
+from data_plane.config import WorkerConfig, add_arguments, environment, from_args
 from data_plane.errors import ConfigError
 from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.profile import Record, StepProfile
@@ -47,9 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_and_run(argv: Sequence[str]) -> int:
     if build_native.is_requested(argv):
         return build_native.run(argv)
-    parser = Parser(prog="motet worker", description="Compute for a Motet control plane.", epilog=build_native.HELP)
+    parser = Parser(
+        prog="motet worker",
+        description="Compute for a Motet control plane.",
+        epilog=build_native.HELP,
+        allow_abbrev=False,
+    )
     parser.add_version()
-    add_arguments(parser)
+    try:
+        add_arguments(parser, environment(argv))
+    except ValueError as error:
+        parser.refuse(str(error))
     arguments = parser.parse_args(argv)
     try:
         config = from_args(arguments)

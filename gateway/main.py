@@ -10,11 +10,10 @@ import uvloop
 from motet import MotetError
 from motet.command_line import Parser
 
-from contract.flags import add_arguments, from_args
 from contract.process_log import configure_logging, settings_line
 from contract.redaction import redacted
 from gateway.app import gateway_app
-from gateway.config import GatewayConfig
+from gateway.config import add_arguments, environment, from_args
 from gateway.http.server import serve
 
 logger = logging.getLogger(__name__)
@@ -25,11 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="motet gateway",
         description="Motet over HTTP: an OpenAI-compatible API, and the sampling part of the Tinker protocol.",
+        allow_abbrev=False,
     )
     parser.add_version()
-    add_arguments(parser, GatewayConfig)
     try:
-        config: GatewayConfig = from_args(parser.parse_args(argv), GatewayConfig)
+        add_arguments(parser, environment(sys.argv[1:] if argv is None else argv))
+        config = from_args(parser.parse_args(argv))
     except ValueError as error:
         parser.refuse(str(error))
     configure_logging(config.http.log_level, process="gateway")

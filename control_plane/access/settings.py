@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from motet.command_line import byte_size
 
-from contract import flags
-from contract.flags import optional_path, setting
+from contract.settings import flags
+from contract.settings.flags import optional_path, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from motet.connection.credential import is_this_machine
 from motet.errors import InvalidArgument
 from motet.tls import TlsError, tls_files
 
-from contract import flags
-from contract.flags import optional_path, setting
 from contract.process_log import LOG_LEVELS
+from contract.settings import flags
+from contract.settings.flags import optional_path, setting
 
 SERVER_TLS_FLAGS = ("--server-tls-ca", "--server-tls-cert", "--server-tls-key")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contract import flags
-from contract.flags import setting
+from contract.settings import flags
+from contract.settings.flags import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

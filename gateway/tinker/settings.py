@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from motet.command_line import byte_size
 
-from contract import flags
-from contract.flags import setting
+from contract.settings import flags
+from contract.settings.flags import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

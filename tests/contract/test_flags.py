@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from contract.flags import (
+from contract.process_log import settings_line
+from contract.settings.flags import (
     add_arguments,
     find_mistake,
     flag_of,
@@ -22,7 +23,6 @@ from contract.flags import (
     setting,
     shown_default,
 )
-from contract.process_log import settings_line
 from control_plane.access.settings import AccessSettings
 from control_plane.config import ServerConfig
 from data_plane.config import WorkerConfig

@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import motet
+import motet.aio
 import pytest
 
 from control_plane.config import ConfigError, add_arguments, from_args
 from control_plane.registry.store.store import StoreLocked
 from control_plane.server import build
-from tests.control_plane.server_processes import ROOT, STEP_S, checkpoint, control_plane, start
+from tests.control_plane.server_processes import ROOT, STEP_S, checkpoint, control_plane, ready_line, start
 
 
 async def test_broken_tokenizer_file_ends_the_start_with_a_line_that_names_it(tmp_path: Path) -> None:
@@ -161,3 +162,33 @@ async def test_checkpoint_that_cannot_be_served_ends_as_a_wrong_setting_does(tmp
     out, err = await asyncio.wait_for(process.communicate(), STEP_S)
     assert process.returncode == 2 and not out
     assert b"motet control-plane: " in err.splitlines()[-1] and b"quantised checkpoints are not served" in err
+
+
+async def test_a_file_of_settings_starts_a_server_and_a_flag_wins(tmp_path: Path) -> None:
+    path = tmp_path / "motet.toml"
+    data = tmp_path / "data"
+    path.write_text(
+        f'[common]\nmodel = "{checkpoint(tmp_path / "model")}"\n'
+        f'[control-plane]\ndata-dir = "{data}"\nhost-cache = "memory"\n'
+        'listen = "127.0.0.1:1"\nworker-listen = "127.0.0.1:0"\nmax-waiting-requests = 17\n'
+    )
+    server = await start("control_plane", "--config", str(path), "--listen", "127.0.0.1:0", cwd=tmp_path)
+    try:
+        clients = (await ready_line(server, r"clients=(\S+) "))[1]
+        async with motet.AsyncClient(clients, tenant="t") as client:
+            status = await client.status()
+    finally:
+        server.terminate()
+        await server.communicate()
+    assert not clients.endswith(":1"), "the flag wins over the file"
+    assert status.limits.max_waiting_requests == 17 and data.is_dir()
+
+
+async def test_a_mistake_in_the_file_of_settings_ends_the_start_of_each_part(tmp_path: Path) -> None:
+    path = tmp_path / "motet.toml"
+    path.write_text("[common]\nmodle = '/models/base'\n")
+    for module in ("control_plane", "data_plane"):
+        process = await start(module, "--config", str(path), cwd=tmp_path)
+        _, err = await process.communicate()
+        assert process.returncode == 2 and f"{path}: [common] modle: is not a flag of the" in err.decode()
+        assert "did you mean model?" in err.decode()

@@ -60,7 +60,8 @@ def test_every_tracked_file_of_the_packages_is_in_exactly_one_wheel(wheels: list
 
 def test_extras_of_the_client_are_the_server_and_the_worker(wheels: list[Path]) -> None:
     settings = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text(encoding="utf-8"))
-    assert settings["project"]["optional-dependencies"] == {"server": ["motet-server"], "worker": ["motet-worker"]}
+    extras = settings["project"]["optional-dependencies"]
+    assert (extras["server"], extras["worker"]) == (["motet-server"], ["motet-worker"])
     for wheel in wheels[1:]:
         assert f"motet=={motet.__version__}" in requirements_of(wheel), "an extra brings exactly its client's version"
 

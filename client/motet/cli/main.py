@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from motet.cli import adapters, audit, convert, exits, generate, keys, server_parts, status, up
 from motet.cli.context import Subparsers, server_option
+from motet.cli.local import completion, config
 from motet.command_line import Parser
 from motet.errors import MotetError
 from motet.model import commands as model
@@ -26,6 +27,7 @@ _CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
     "audit": audit.add_parser,
     "keys": keys.add_parser,
     "convert": convert.add_parser,
+    "config": config.add_parser,
 }
 # Their command lines belong to the server parts, so they are handed over unread.
 _HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
@@ -72,7 +74,8 @@ def _run(argv: list[str]) -> int:
     return code
 
 
-def _parser() -> Parser:
+def _parser(*, is_whole: bool = False) -> Parser:
+    """Every command; the flags of server parts, which are read by those, only for a whole one."""
     parser = Parser(
         prog="motet",
         description="Serve one language model with many LoRA adapters, and use it.",
@@ -84,8 +87,11 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add_parser in _CLIENT_COMMANDS.values():
         add_parser(commands)
+    completion.add_parser(commands, lambda: _parser(is_whole=True))
     for name, (help_text, _) in _HANDED_OVER.items():
-        commands.add_parser(name, help=help_text, add_help=False)
+        handed_over: Parser = commands.add_parser(name, help=help_text, add_help=is_whole)
+        if is_whole:
+            completion.declare_server_part(handed_over, name)
     return parser
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-_EXTRA_BY_PACKAGE = {"control_plane": "server", "gateway": "server", "data_plane": "worker"}
+_EXTRA_BY_PACKAGE = {"control_plane": "server", "gateway": "server", "data_plane": "worker", "contract": "server"}
 
 
 class ServerPartMissing(Exception):

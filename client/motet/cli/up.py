@@ -20,6 +20,10 @@ _MODEL_FLAG = "--model"
 _HTTP_FLAG = "--http"
 _HTTP_ADDRESS = "127.0.0.1:8000"
 _DEFAULT_DRAIN_TIMEOUT_S = 30.0
+_DESCRIPTION = (
+    "Run a control plane, one worker and with --http a gateway on this machine, until Ctrl-C. "
+    "`motet up DIR` is short for `motet up --model DIR`."
+)
 
 
 def _nothing_wrong(_arguments: argparse.Namespace) -> str | None:
@@ -47,13 +51,17 @@ class _Flags:
         self.declared[flag] = settings
 
 
-def default_sides() -> tuple[Side, Side]:
-    """Control plane and worker of the checkout. Raises ServerPartMissing."""
-    return _side("control_plane"), _side("data_plane")
+def default_sides(argv: Sequence[str]) -> tuple[Side, Side]:
+    """Control plane and worker, with what the environment and the file of --config say of their flags.
+
+    Raises ServerPartMissing, and ValueError for a file or a variable that cannot be used.
+    """
+    return _side("control_plane", argv), _side("data_plane", argv)
 
 
-def _side(package: str) -> Side:
+def _side(package: str, argv: Sequence[str]) -> Side:
     config = server_parts.load(f"{package}.config")
+    environ = config.environment(argv)
 
     def find_mistake(arguments: argparse.Namespace) -> str | None:
         try:
@@ -62,16 +70,21 @@ def _side(package: str) -> Side:
             return str(error)
         return None
 
-    return Side(config.add_arguments, (sys.executable, "-m", package), find_mistake)
+    return Side(lambda flags: config.add_arguments(flags, environ), (sys.executable, "-m", package), find_mistake)
 
 
 def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> int:
     """Runs until stopped or until the control plane ends; the exit code."""
     argv = _with_model_flag(argv)
-    control_side, worker_side = sides or default_sides()
-    control, worker = _Flags(control_side), _Flags(worker_side)
+    parser = Parser(prog="motet up", description=_DESCRIPTION, allow_abbrev=False)
+    try:
+        control_side, worker_side = sides or default_sides(argv)
+        control, worker = _Flags(control_side), _Flags(worker_side)
+        http = _http_of_file(argv)
+    except ValueError as error:
+        parser.refuse(str(error))
     worker.declared.pop(_OWN_FLAG, None)
-    parser = _parser(control, worker)
+    _declare(parser, control, worker, http)
     arguments = parser.parse_args(argv)
     arguments.control_plane = _ANY_ADDRESS
     for side in (control_side, worker_side):
@@ -94,6 +107,14 @@ def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> in
     return asyncio.run(supervisor.run())
 
 
+def declare_flags(parser: Parser) -> None:
+    """Add every flag of this command. Raises ServerPartMissing."""
+    control_side, worker_side = default_sides([])
+    control, worker = _Flags(control_side), _Flags(worker_side)
+    worker.declared.pop(_OWN_FLAG, None)
+    _declare(parser, control, worker, None)
+
+
 def _gateway_flags(arguments: argparse.Namespace, parser: Parser, drain_timeout_s: float) -> list[str] | None:
     """The gateway's flags but the address of its server; None: no gateway. Ends the process for what cannot be used."""
     if arguments.http is None:
@@ -109,16 +130,19 @@ def _gateway_flags(arguments: argparse.Namespace, parser: Parser, drain_timeout_
     except ValueError as error:
         parser.refuse(str(error).replace("--listen", _HTTP_FLAG, 1))
     flags = ["--listen", arguments.http, "--drain-timeout-s", f"{drain_timeout_s:g}"]
+    if (config := getattr(arguments, "config", None)) is not None:
+        flags += ["--config", config]
     return [*flags, "--insecure"] if is_insecure else flags
 
 
-def _parser(control: _Flags, worker: _Flags) -> Parser:
-    parser = Parser(
-        prog="motet up",
-        description="Run a control plane, one worker and with --http a gateway on this machine, until Ctrl-C. "
-        "`motet up DIR` is short for `motet up --model DIR`.",
-        allow_abbrev=False,
-    )
+def _http_of_file(argv: Sequence[str]) -> str | None:
+    """What the file of --config says of this command's own flag. Raises ValueError."""
+    config_file = server_parts.load("contract.settings.config_file")
+    path = config_file.path_of(argv)
+    return None if path is None else config_file.read(path).get(config_file.UP, {}).get("http")
+
+
+def _declare(parser: Parser, control: _Flags, worker: _Flags, http: str | None) -> None:
     parser.add_version()
     shared = control.declared.keys() & worker.declared.keys()
     groups = (
@@ -134,10 +158,10 @@ def _parser(control: _Flags, worker: _Flags) -> Parser:
         _HTTP_FLAG,
         nargs="?",
         const=_HTTP_ADDRESS,
+        default=http,
         metavar="HOST:PORT",
         help=f"run the HTTP gateway, too, with the OpenAI-compatible API (default without a value: {_HTTP_ADDRESS})",
     )
-    return parser
 
 
 def _with_model_flag(argv: Sequence[str]) -> Sequence[str]:

@@ -100,12 +100,14 @@ def optional_path(text: str) -> Path | None:
     return Path(text) if text else None
 
 
-def add_arguments(parser: argparse.ArgumentParser, config_class: type[Any]) -> None:
-    """Add the flag of every field. MOTET_<FLAG> in the environment is a flag's default."""
+def add_arguments(
+    parser: argparse.ArgumentParser, config_class: type[Any], environ: Mapping[str, str] = os.environ
+) -> None:
+    """Add the flag of every field. MOTET_<FLAG> in `environ` is a flag's default."""
     for name, flag in flags_of(config_class).items():
-        _add_argument(parser, config_class, name, flag, os.environ)
+        _add_argument(parser, config_class, name, flag, environ)
     for inner in groups_of(config_class).values():
-        add_arguments(parser, inner)
+        add_arguments(parser, inner, environ)
 
 
 def from_args(namespace: argparse.Namespace, config_class: type[Any]) -> Any:
@@ -146,13 +148,13 @@ def _add_argument(
 ) -> None:
     called, default = flag_of(config_class, name), _default(config_class, name)
     text = environ.get(variable_of(called))
-    kind = _type_of(config_class, name)
+    kind = type_of(config_class, name)
     about, unit = flag.help, f", {flag.unit}{' with KiB/MiB/GiB' if flag.unit == 'bytes' else ''}" if flag.unit else ""
     head, semicolon, rest = about.partition(";")
     about = f"{head}{unit}{semicolon}{rest}"
     about += " (required)" if default is MISSING else f" (default: {shown_default(config_class, name)})"
     if kind is bool:
-        is_set = (text or "").lower() in ("1", "true", "yes")
+        is_set = _truth(called, text or "")
         parser.add_argument(called, dest=name, action="store_true", default=is_set, help=about)
     elif flag.is_repeatable:
         items = [item for item in (text or "").split(",") if item]
@@ -172,6 +174,15 @@ def _add_argument(
         )
 
 
+def _truth(called: str, text: str) -> bool:
+    """What a variable says of a flag without a value. Raises ValueError."""
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{variable_of(called)}: {text!r} is not valid: use 1 or 0")
+
+
 def _storing_url(password_flag: str) -> type[argparse.Action]:
     """What takes a URL without a password. Called for what stands on the command line, not for the environment."""
 
@@ -189,8 +200,8 @@ def _storing_url(password_flag: str) -> type[argparse.Action]:
     return StoreUrl
 
 
-def _type_of(config_class: type[Any], name: str) -> Any:
-    """The type of a field's value where it is not None."""
+def type_of(config_class: type[Any], name: str) -> Any:
+    """The type of a field's value where the value is not None."""
     hint = get_type_hints(config_class)[name]
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))

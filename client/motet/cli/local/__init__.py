@@ -1,0 +1,1 @@
+"""Commands for the operator of this machine: settings, shell completion. They call no server."""

@@ -1,0 +1,1 @@
+"""How a part of Motet reads its settings: flags, the environment and one file."""
