@@ -23,6 +23,7 @@ from contract.redis_access import PasswordUnreadable, RedisAccess, RedisTls, fin
 from contract.settings import config_file, flags
 from contract.settings.flags import group, optional_path, setting
 from control_plane.access.settings import AccessSettings
+from control_plane.adapters.directories.settings import DirectorySettings
 from control_plane.adapters.sources.locations import remote_root
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
@@ -238,6 +239,7 @@ class ServerConfig:
         shown_default="none",
     )
     log_level: str = setting("debug, info, warning or error", "info", choices=LOG_LEVELS)
+    directories: DirectorySettings = group(DirectorySettings)
     access: AccessSettings = group(AccessSettings)
 
     def __post_init__(self) -> None:

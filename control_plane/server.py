@@ -65,6 +65,7 @@ from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
+from control_plane.setup.directories import take_in_directories
 from control_plane.setup.metrics import ControlPlaneMetrics
 from control_plane.setup.storage import open_storage, uploads_in
 from control_plane.setup.tasks import open_tasks
@@ -213,8 +214,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     )
     worker_service = WorkerService(fleet, weights, transport.worker_access, audit)
     _offer(workers, (plan_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service), health_part)
-    if not config.no_reflection:
-        reflection.add_to_server([part.SERVICE_NAME for part in _REFLECTED], clients)
+    _offer_reflection(config, clients)
+    await take_in_directories(config.directories, registry, life_cycle, audit, stack)
     _start(watcher, stack)
     client_address = bind_clients(clients, config.listen, transport.client_credentials)
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
@@ -268,6 +269,11 @@ def _offer(server: ClientPort, *services: tuple[Any, object]) -> None:
     """Let a server offer services, each given as the stub's function that adds it, and the servicer."""
     for add, servicer in services:
         add(servicer, server)
+
+
+def _offer_reflection(config: ServerConfig, server: ClientPort) -> None:
+    if not config.no_reflection:
+        reflection.add_to_server([part.SERVICE_NAME for part in _REFLECTED], server)
 
 
 def _status_service(

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from control_plane.adapters.sources.adapter_directory import find_files
 from control_plane.adapters.sources.adapter_source import AdapterSource, LocalSource, RemoteRoots
-from control_plane.checks import quoted, refuse
+from control_plane.checks import quoted
 from control_plane.errors import PathNotAllowed
-from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY, WEIGHTS_FILE
-from control_plane.signatures.verifier import SIGNATURE_FILE
 from control_plane.store_calls import StoreCalls
 
 
@@ -50,29 +49,4 @@ class AdapterRoots:
         parts = relative.split("/")
         if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts) or len(source) > 1024:
             raise PathNotAllowed(f"source {quoted(source)}: not a plain relative path below its root")
-        files = {}
-        written = TRTLLM if _exists(root.joinpath(*parts, WEIGHTS_ARRAY)) else PEFT
-        if written is TRTLLM and _exists(root.joinpath(*parts, WEIGHTS_FILE)):
-            raise refuse("source", f"{quoted(source)} has {WEIGHTS_ARRAY} and {WEIGHTS_FILE}; keep one of the two")
-        for name in (*written.names, SIGNATURE_FILE):
-            try:
-                path = root.joinpath(*parts, name).resolve(strict=True)
-            except (OSError, RuntimeError):
-                if name not in written.required:  # not every adapter is signed
-                    continue
-                raise refuse(
-                    "source", f"{quoted(source)} has no {name}; name a directory that {written.written_by} wrote"
-                ) from None
-            if not path.is_relative_to(root):
-                raise PathNotAllowed(f"source {quoted(source)} leads out of its root")
-            if not path.is_file():
-                raise refuse("source", f"{quoted(source)}: {name} is not a file")
-            files[name] = path
-        return files
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, RuntimeError):  # a loop of links, or a directory that may not be read
-        return False
+        return find_files(root.joinpath(*parts), f"source {quoted(source)}", below=root)

@@ -20,7 +20,15 @@ import pytest
 from control_plane.config import ConfigError, add_arguments, from_args
 from control_plane.registry.store.store import StoreLocked
 from control_plane.server import build
-from tests.control_plane.server_processes import ROOT, STEP_S, checkpoint, control_plane, ready_line, start
+from tests.control_plane.server_processes import (
+    ROOT,
+    STEP_S,
+    adapter_files,
+    checkpoint,
+    control_plane,
+    ready_line,
+    start,
+)
 
 
 async def test_broken_tokenizer_file_ends_the_start_with_a_line_that_names_it(tmp_path: Path) -> None:
@@ -192,3 +200,34 @@ async def test_a_mistake_in_the_file_of_settings_ends_the_start_of_each_part(tmp
         _, err = await process.communicate()
         assert process.returncode == 2 and f"{path}: [common] modle: is not a flag of the" in err.decode()
         assert "did you mean model?" in err.decode()
+
+
+async def test_adapters_of_directories_are_there_when_the_server_is_ready_and_while_it_runs(tmp_path: Path) -> None:
+    watched = tmp_path / "watched"
+    for seed, folder in enumerate((tmp_path / "named", watched / "first")):
+        folder.mkdir(parents=True)
+        for name, data in adapter_files(seed).items():
+            (folder / name).write_bytes(data)
+    flags = ("--adapter", f"one={tmp_path / 'named'}", "--adapter-dir", str(watched), "--adapter-dir-interval-s", "0.1")
+    async with (
+        control_plane(tmp_path, *flags, "--host-cache", "memory") as (_, clients, _workers),
+        motet.AsyncClient(clients, tenant="t") as client,
+    ):
+        version = (await client.adapters.get("one")).active_version
+        assert version is not None and version.source == str(tmp_path / "named")
+        names: list[str] = []
+        async with asyncio.timeout(STEP_S):
+            while names != ["first", "one"]:
+                names = [adapter.id async for adapter in client.adapters.list()]
+
+
+async def test_an_adapter_that_cannot_be_registered_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    model = checkpoint(tmp_path / "model")
+    flags = ("--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0", "--host-cache", "memory")
+    server = await start(
+        "control_plane", "--model", str(model), *flags, "--adapter", f"one={tmp_path / 'bad'}", cwd=tmp_path
+    )
+    _, err = await asyncio.wait_for(server.communicate(), STEP_S)
+    assert server.returncode == 2, err.decode()
+    assert f"--adapter: one: source: directory '{tmp_path / 'bad'}' has no adapter_config.json" in err.decode()

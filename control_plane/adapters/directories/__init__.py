@@ -1,0 +1,1 @@
+"""Adapters in directories of the operator: those named at the start, and those of a directory that is watched."""

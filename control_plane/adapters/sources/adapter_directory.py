@@ -1,0 +1,44 @@
+"""The files of an adapter in a directory of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from control_plane.checks import refuse
+from control_plane.errors import PathNotAllowed
+from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY, WEIGHTS_FILE
+from control_plane.signatures.verifier import SIGNATURE_FILE
+
+
+def find_files(directory: Path, described: str, *, below: Path | None) -> dict[str, Path]:
+    """By name, the adapter's files and its signature, links followed. None of them may lie elsewhere than `below`.
+
+    `described` is the directory in messages. `below`: resolved; None where links may lead anywhere. Raises
+    InvalidRequest for what is no adapter, and PathNotAllowed.
+    """
+    files = {}
+    written = TRTLLM if _exists(directory / WEIGHTS_ARRAY) else PEFT
+    if written is TRTLLM and _exists(directory / WEIGHTS_FILE):
+        raise refuse("source", f"{described} has {WEIGHTS_ARRAY} and {WEIGHTS_FILE}; keep one of the two")
+    for name in (*written.names, SIGNATURE_FILE):
+        try:
+            path = (directory / name).resolve(strict=True)
+        except (OSError, RuntimeError):
+            if name not in written.required:  # not every adapter is signed
+                continue
+            raise refuse(
+                "source", f"{described} has no {name}; name a directory that {written.written_by} wrote"
+            ) from None
+        if below is not None and not path.is_relative_to(below):
+            raise PathNotAllowed(f"{described} leads out of its root")
+        if not path.is_file():
+            raise refuse("source", f"{described}: {name} is not a file")
+        files[name] = path
+    return files
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, RuntimeError):  # a loop of links, or a directory that may not be read
+        return False
