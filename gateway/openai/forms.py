@@ -1,6 +1,7 @@
 """Which form the completions of a chat have, and what of it a request wants read.
 
-Forms are kept for each version, which never changes; what a caller may see is judged by Motet at every request.
+Forms are kept for each version, which never changes. Which version a name stands for is kept for a moment, for the same
+key: Motet judges at every request what the caller may see, and the first chunk says which version responds.
 """
 
 from __future__ import annotations
@@ -9,34 +10,43 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from motet import AsyncClient, Chunk
-from motet.model.calls import facts_call
+from motet.model.calls import ModelFacts, facts_call
 from motet.responses import ResponseForm, ResponseParser, TemplateError, find_form_async
 
+from gateway.http.keys import current_owner
 from gateway.openai.messages import ChatBody
-from gateway.openai.models import Source
+from gateway.openai.models import KEPT_S, Source
 from gateway.openai.replies import Reply
 from gateway.openai.turns import Turn
 
 logger = logging.getLogger(__name__)
 
 MAX_FORMS = 1024  # the oldest is found again
+MAX_FACTS = 1024  # the oldest are read again
 
 
 class Forms:
     """Forms by version and arguments of the chat template."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._forms: dict[tuple[str, str, str], ResponseForm | None] = {}
+        # By owner of the key, adapter and digest: the facts, and when they were read. Oldest first.
+        self._facts: dict[tuple[str, str, str], tuple[ModelFacts, float]] = {}
 
     async def find(
         self, source: Source, template_kwargs: Mapping[str, Any], client: AsyncClient
     ) -> tuple[ResponseForm | None, str]:
-        """The form, if there is one, and the digest of the version that has it. Raises MotetError."""
-        facts = await client.send(facts_call(source.adapter, source.digest))
+        """The form, if there is one, and the digest of the version that has it. Raises MotetError.
+
+        Another version may have become active up to KEPT_S ago.
+        """
+        facts = await self._facts_of(source, client)
         key = (facts.fingerprint, facts.adapter_digest, json.dumps(template_kwargs, sort_keys=True))
         if key not in self._forms:
             try:
@@ -50,6 +60,17 @@ class Forms:
             if len(self._forms) > MAX_FORMS:
                 del self._forms[next(iter(self._forms))]
         return self._forms[key], facts.adapter_digest
+
+    async def _facts_of(self, source: Source, client: AsyncClient) -> ModelFacts:
+        """A call before every generation would cost each conversation a round trip: 1.0 ms of its first token."""
+        key = (current_owner(), source.adapter, source.digest)
+        facts, read_s = self._facts.pop(key, (None, 0.0))
+        if facts is None or self._clock() - read_s >= KEPT_S:
+            facts, read_s = await client.send(facts_call(source.adapter, source.digest)), self._clock()
+        self._facts[key] = facts, read_s
+        if len(self._facts) > MAX_FACTS:
+            del self._facts[next(iter(self._facts))]
+        return facts
 
 
 class Reading:

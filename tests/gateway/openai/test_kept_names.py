@@ -7,8 +7,11 @@ from typing import Any
 
 import motet
 import pytest
+from motet.v1 import model_pb2
 
-from gateway.openai.models import KEPT_S, Models
+from gateway.http.keys import Keys, current_key
+from gateway.openai.forms import Forms
+from gateway.openai.models import KEPT_S, Models, Source
 from tests.gateway.openai.conftest import PROMPT, Served
 
 
@@ -65,3 +68,38 @@ def test_a_generation_that_relies_on_another_model_is_refused(served: Served) ->
     assert served.client.generate(PROMPT, max_tokens=1, model_fingerprint=own).result().token_ids
     with pytest.raises(motet.FailedPrecondition, match="is not the model served here"):
         served.client.generate(PROMPT, max_tokens=1, model_fingerprint="ab" * 32).result()
+
+
+class Versions:
+    """A client of a server whose adapter gets another version."""
+
+    def __init__(self) -> None:
+        self.digest = "ab" * 32
+        self.keys: list[str] = []
+
+    async def send(self, call: Any) -> Any:
+        self.keys.append(current_key())
+        return call.read(model_pb2.GetModelResponse(adapter="adapters/legal", adapter_digest=self.digest))
+
+
+async def test_the_version_behind_a_name_is_kept_for_a_moment_and_for_one_key() -> None:
+    server, clock = Versions(), Clock()
+    forms, found = Forms(clock), list[str]()
+
+    async def find(_scope: Any, _receive: Any, _send: Any) -> None:
+        client: Any = server
+        found.append((await forms.find(Source("legal"), {}, client))[1])
+
+    async def request(key: str) -> None:
+        anything: Any = None
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        await Keys(find)({"type": "http", "headers": headers}, anything, anything)
+
+    for key in ("a", "a", "b", "a"):
+        await request(key)
+    assert server.keys == ["a", "a", "b"], "a's facts and then the form of the version; b's facts"
+    server.digest = "cd" * 32
+    await request("a")
+    clock.now_s = KEPT_S
+    await request("a")
+    assert found == ["ab" * 32] * 5 + ["cd" * 32]
