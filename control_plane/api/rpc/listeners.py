@@ -55,6 +55,9 @@ def common_options() -> list[Option]:
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.server.max_pending_requests", PENDING_RPCS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_RPCS),
+        # A call that waits for its turn in gRPC longer than this is cancelled without a reason. Calls that wait so long
+        # had a machine that stood still: with the default of 30 s they would end when it goes on.
+        ("grpc.server_max_unrequested_time_in_server", 3600),
         ("grpc.so_reuseport", 0),
     ]
 
