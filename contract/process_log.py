@@ -1,4 +1,4 @@
-"""How a server process logs to standard error: sentences for a person at a terminal, key=value lines for a file.
+"""How a server process logs to standard error: sentences for a terminal, key=value lines for a file, or JSON.
 
 Standard library only. A record may carry a sentence for people (`shown`); a terminal shows these, the audit log and
 everything from WARNING up. A file gets every record. Whatever has the form of a secret is hidden in both, tracebacks
@@ -17,11 +17,13 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
+from contract.json_log import JsonFormatter
 from contract.redaction import redacted, redacted_url
 
 logger = logging.getLogger(__name__)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 AUDIT_LOGGER = "motet.audit"
 PROGRESS_EVERY_S = 2.0
 _MAX_SECRET_CHARS = 4096
@@ -32,19 +34,31 @@ _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
-def configure_logging(level: str, *, process: str, stream: TextIO | None = None) -> None:
+def configure_logging(
+    level: str,
+    *,
+    process: str,
+    log_format: str = "text",
+    context: Callable[[], Mapping[str, str]] = dict,
+    stream: TextIO | None = None,
+) -> None:
     """Log records of `level` and above, with `process` as the name that a terminal shows. The audit log always.
 
-    Errors that end the process or a thread are logged, too, and not printed by the interpreter, which hides nothing.
+    `log_format`: one of LOG_FORMATS; "json" writes an object on each line, to a terminal too. `context`: fields that
+    every record of the running task has, such as the trace id. Errors that end the process or a thread are logged, too,
+    and not printed by the interpreter, which hides nothing.
     """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
-    if stream.isatty():
+    handler.addFilter(_with_context(context))
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter(process))
+    elif stream.isatty():
         handler.setFormatter(_Redacting(_TerminalFormatter(process, in_colour=_takes_colour(os.environ))))
         if level != "debug":
             handler.addFilter(_is_for_people)
     else:
-        handler.setFormatter(_Redacting(logging.Formatter(_LINE)))
+        handler.setFormatter(_Redacting(_LineFormatter(_LINE)))
     # Other packages' debug lines have what they send: paths with credentials, headers, signatures.
     logging.basicConfig(level="INFO" if level == "debug" else level.upper(), handlers=[handler], force=True)
     for package in _OUR_PACKAGES:
@@ -94,6 +108,14 @@ def _is_for_people(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or hasattr(record, "shown") or record.name == AUDIT_LOGGER
 
 
+def _with_context(context: Callable[[], Mapping[str, str]]) -> Callable[[logging.LogRecord], bool]:
+    def add(record: logging.LogRecord) -> bool:
+        record.context = context()
+        return True
+
+    return add
+
+
 def _takes_colour(environ: Mapping[str, str]) -> bool:
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
@@ -107,6 +129,15 @@ class _Redacting(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(self._inner.format(record))
+
+
+class _LineFormatter(logging.Formatter):
+    """One key=value line. Line breaks are escaped, but for those of a traceback."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        context: Mapping[str, str] = getattr(record, "context", {})
+        more = "".join(f" {name}={value}" for name, value in context.items())
+        return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r") + more
 
 
 class _TerminalFormatter(logging.Formatter):

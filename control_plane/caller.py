@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from control_plane.access.principal import ANYBODY, DEFAULT_TENANT, Principal
 from control_plane.access.principal import THE_SERVER as SERVER_PRINCIPAL
+from control_plane.observers.trace_context import trace_id_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Caller:
     tenant: str = DEFAULT_TENANT  # whom the call is counted for; empty: nobody, for a caller without a credential
     principal: Principal = ANYBODY  # who was authenticated, and what the credential allows
     peer: str = ""  # gRPC's name for the other end of the connection; empty: there is no connection
+    traceparent: str = ""  # the trace that the call belongs to, in W3C's form; empty: the client named none
 
     @property
     def host(self) -> str:
@@ -48,6 +50,12 @@ _current: ContextVar[Caller] = ContextVar("caller", default=THE_SERVER)
 def current_caller() -> Caller:
     """The caller of the RPC that runs at present; THE_SERVER outside of any."""
     return _current.get()
+
+
+def log_context() -> dict[str, str]:
+    """What every log record of a call has: the id of its trace."""
+    traceparent = _current.get().traceparent
+    return {"trace_id": trace_id_of(traceparent)} if traceparent else {}
 
 
 @contextlib.contextmanager

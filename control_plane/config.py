@@ -17,7 +17,7 @@ from motet.command_line import byte_size
 
 from contract.model_dir import why_no_checkpoint
 from contract.packed_layout import ITEMSIZE
-from contract.process_log import LOG_LEVELS, settings_line, shown_value
+from contract.process_log import LOG_FORMATS, LOG_LEVELS, settings_line, shown_value
 from contract.redaction import has_password
 from contract.redis_access import PasswordUnreadable, RedisAccess, RedisTls, find_url_mistake, read_password
 from contract.settings import config_file, flags
@@ -238,7 +238,15 @@ class ServerConfig:
         metavar="HOST:PORT",
         shown_default="none",
     )
+    otlp_traces_endpoint: str | None = setting(
+        "URL of an OpenTelemetry collector that gets a span of each request, by OTLP over gRPC",
+        None,
+        metavar="URL",
+        shown_default="none",
+        is_secret_url=True,
+    )
     log_level: str = setting("debug, info, warning or error", "info", choices=LOG_LEVELS)
+    log_format: str = setting("form of the log: text, or json with an object on each line", "text", choices=LOG_FORMATS)
     directories: DirectorySettings = group(DirectorySettings)
     access: AccessSettings = group(AccessSettings)
 

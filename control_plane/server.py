@@ -54,6 +54,7 @@ from control_plane.api.pooling import service as pooling
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
 from control_plane.audit.audit_log import AuditLog, open_audit_log
+from control_plane.caller import log_context
 from control_plane.config import ConfigError, ServerConfig, add_arguments, environment, from_args
 from control_plane.directory_lock import DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
@@ -66,7 +67,7 @@ from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
 from control_plane.setup.directories import take_in_directories
-from control_plane.setup.metrics import ControlPlaneMetrics
+from control_plane.setup.metrics import ControlPlaneMetrics, open_tracing
 from control_plane.setup.storage import open_storage, uploads_in
 from control_plane.setup.tasks import open_tasks
 from control_plane.signatures.verifier import open_verifier
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = from_args(parser.parse_args(argv))
     except (ConfigError, ValueError) as error:
         parser.refuse(str(error))
-    configure_logging(config.log_level, process="control plane")
+    configure_logging(config.log_level, log_format=config.log_format, process="control plane", context=log_context)
     logger.info("settings %s", config.describe(only_changed=True))
     logger.debug("all settings %s", config.describe())
     try:
@@ -163,7 +164,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher(on_read=audit.file_read)
     transport, authenticator = _open(open_transport, config, watcher), await _authenticator(config, watcher, stack)
-    metrics = ControlPlaneMetrics(config.metrics_listen)
+    metrics = ControlPlaneMetrics(config.metrics_listen, open_tracing(config.otlp_traces_endpoint, stack))
     clients, workers = _make_ports(config, max_connections, authenticator, transport, metrics, audit, stack)
     fleet = Fleet(assemble(fleet_settings, base_model, weights, registry.incarnation, audit=audit))
     stack.push_async_callback(fleet.close)
@@ -192,7 +193,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint)
     texts, constraints = adapter_texts(codec, weights, stack), open_constraints(stack)
     parts: Any = {"texts": texts, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
-    parts |= {"metrics": metrics.requests, "model": facts, "served": reports}
+    parts |= {"observers": metrics.requests, "model": facts, "served": reports}
     tasks = open_tasks(config, task_cache, life_cycle, fleet, reports, base_model, uploads, audit)
     generation_service = generation.GenerationService(codec=codec, tasks=tasks, constraints=constraints, **parts)
     pooling_service = pooling.PoolingService(**parts)

@@ -19,7 +19,7 @@ from motet.tls import TlsError, TlsFiles, tls_files
 from contract.hello_bounds import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS, MAX_SLOTS, MAX_STEP_TOKENS
 from contract.ids import WORKER_ID_FORM, is_worker_id
 from contract.packed_layout import ITEMSIZE
-from contract.process_log import LOG_LEVELS, settings_line
+from contract.process_log import LOG_FORMATS, LOG_LEVELS, settings_line
 from contract.redis_access import PasswordUnreadable, RedisTls, find_url_mistake, read_password
 from contract.settings import config_file, flags
 from contract.settings.flags import group, optional_path, setting
@@ -170,6 +170,7 @@ class WorkerConfig:
         shown_default="none",
     )
     log_level: str = setting("debug, info, warning or error", "info", choices=LOG_LEVELS)
+    log_format: str = setting("form of the log: text, or json with an object on each line", "text", choices=LOG_FORMATS)
     profile: int | None = setting(
         "write a trace of this many steps, from the first one with work",
         None,

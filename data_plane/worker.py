@@ -63,7 +63,7 @@ def _build_and_run(argv: Sequence[str]) -> int:
         config = from_args(arguments)
         if (reason := why_no_checkpoint(config.model_dir)) is not None:
             raise ConfigError(f"--model: {reason}")
-        configure_logging(config.log_level, process="worker")
+        configure_logging(config.log_level, log_format=config.log_format, process="worker")
         refuse_foreign_kernels()
         logger.info("settings %s", config.describe(only_changed=True))
         logger.debug("all settings %s", config.describe())

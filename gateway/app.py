@@ -15,6 +15,7 @@ from gateway.http.bodies import Bodies
 from gateway.http.health import health_routes
 from gateway.http.keys import Keys
 from gateway.http.metrics import Metrics
+from gateway.http.traces import Traces
 from gateway.http.upstream import Upstream
 from gateway.openai.handlers import EXCEPTION_HANDLERS
 from gateway.openai.models import Models
@@ -43,7 +44,7 @@ def gateway_app(config: GatewayConfig) -> Starlette:
             Mount("/v1", routes=openai_routes(upstream, bodies, config.openai, models, timeout_s)),
         ]
         app = Starlette(routes=routes, exception_handlers=dict(EXCEPTION_HANDLERS))
-        joined.app = metrics.counted(Keys(app), routes)
+        joined.app = metrics.counted(Keys(Traces(app)), routes)
         sweeping = asyncio.create_task(_sweep(futures))
         try:
             yield

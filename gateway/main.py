@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = from_args(parser.parse_args(argv))
     except ValueError as error:
         parser.refuse(str(error))
-    configure_logging(config.http.log_level, process="gateway")
+    configure_logging(config.http.log_level, log_format=config.http.log_format, process="gateway")
     logger.info("settings %s", settings_line(config, only_changed=True))
     try:
         uvloop.run(serve(gateway_app(config), config.http))

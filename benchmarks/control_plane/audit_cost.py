@@ -23,7 +23,7 @@ from control_plane.audit.log_file import LogFile
 from control_plane.audit.writer import AuditWriter
 from control_plane.caller import Caller
 from control_plane.fleet.requests.streams import Place, RunFacts
-from control_plane.metrics.request_metrics import NoMetrics
+from control_plane.observers.ended_request import Observers
 from control_plane.scheduler.types import AdapterRef, Request, RequestId, SlotRef
 
 # Microseconds of CPU for one generation: in all with a log, and without one.
@@ -33,7 +33,7 @@ WRITER_SHARE = 1000  # generations between two moments in which the writer may c
 
 def a_generation(audit: AuditLog) -> None:
     """What GenerationService does for the log around one generation."""
-    with GenerationRecord(audit, _CALLER, _CHECKED, _REQUEST, _STREAM, time.monotonic, NoMetrics()) as record:
+    with GenerationRecord(audit, _CALLER, _CHECKED, _REQUEST, _STREAM, time.monotonic, Observers()) as record:
         record.job = _JOB
 
 

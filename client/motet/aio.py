@@ -38,7 +38,7 @@ from motet.pooling.calls import (
     classify_call,
     embed_call,
 )
-from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, task_of, tenant_metadata
+from motet.requests import GenerateOptions, Prompt, call_metadata, generate_request, metadata_of, task_of
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import AdapterEvent, Chunk, Completion, Finished, Generation, ServerStatus, Started
@@ -179,7 +179,7 @@ class AsyncClient:
             channel = self._channels.acquire()
             try:
                 method = call.on(channel)
-                metadata = (*tenant_metadata(self._tenant), *self._credential.metadata())
+                metadata = (*call_metadata(self._tenant), *self._credential.metadata())
                 response = await method(call.request, timeout=attempts.remaining_s, metadata=metadata)
             except grpc.RpcError as error:
                 if self._pauses.is_closed:
@@ -203,7 +203,7 @@ class AsyncClient:
             if self._pauses.is_closed:
                 raise client_closed()
             channel, delay_s = self._channels.acquire(), 0.0
-            metadata = (*tenant_metadata(self._tenant), *self._credential.metadata())
+            metadata = (*call_metadata(self._tenant), *self._credential.metadata())
             call = watch_method(channel)(request, timeout=attempts.remaining_s, metadata=metadata)
             try:
                 async for message in call:

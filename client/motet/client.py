@@ -33,7 +33,7 @@ from motet.pooling.calls import (
     classify_call,
     embed_call,
 )
-from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, task_of, tenant_metadata
+from motet.requests import GenerateOptions, Prompt, call_metadata, generate_request, metadata_of, task_of
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import (
@@ -271,7 +271,7 @@ class Client:
         return Attempts(self._contact, self._retry, timeout_s=timeout_s, clock=self._clock, generator=self._generator)
 
     def _metadata(self) -> Metadata:
-        return (*tenant_metadata(self._tenant), *self._credential.metadata())
+        return (*call_metadata(self._tenant), *self._credential.metadata())
 
     def _open_stream(
         self, request: generation_pb2.GenerateRequest, upload: TaskUpload | None, timeout_s: float, metadata: Metadata

@@ -12,6 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from motet.adapters.uses import AdapterUses, Combination, combination_to, uses_to
+from motet.connection.trace import trace_metadata
 from motet.errors import invalid_field
 from motet.inputs.constraints import Constraint, constraint_to
 from motet.inputs.conversations import (
@@ -120,12 +121,13 @@ def task_of(options: GenerateOptions) -> LoraTask | None:
 
 def metadata_of(options: GenerateOptions, default_tenant: str) -> tuple[tuple[str, str], ...]:
     """What is sent beside the request."""
-    return tenant_metadata(options.get("tenant") or default_tenant)
+    return call_metadata(options.get("tenant") or default_tenant)
 
 
-def tenant_metadata(tenant: str) -> tuple[tuple[str, str], ...]:
-    """What names the tenant of a call; nothing for an empty name."""
-    return ((TENANT_KEY, tenant),) if tenant else ()
+def call_metadata(tenant: str) -> tuple[tuple[str, str], ...]:
+    """What names the tenant of a call, unless the name is empty, and the trace that it belongs to, if there is one."""
+    trace = trace_metadata()
+    return ((TENANT_KEY, tenant), *trace) if tenant else trace
 
 
 def is_resumable(request: generation_pb2.GenerateRequest) -> bool:

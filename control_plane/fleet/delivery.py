@@ -75,7 +75,9 @@ class Delivery:
     def _deliver(self, job: Job, output: RequestOutput) -> None:
         if not job.has_run and output.first_scheduled_s is not None:
             job.start()
-            job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
+            job.stream.describe(
+                output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s, _adapter_wait_s(job, output)
+            )
             self._quotas.start(job.charge)
         if job.not_finite_at and (output.token_ids or output.pooled is not None):
             self._migration.on_finite(job)
@@ -122,6 +124,13 @@ class Delivery:
                 job.session.cancel(request_id, index)
             else:
                 job.drop_index(index)
+
+
+def _adapter_wait_s(job: Job, output: RequestOutput) -> float | None:
+    """From the arrival until the adapter was loaded; 0 where it was loaded before."""
+    if output.adapter_ready_s is None:
+        return None
+    return max(output.adapter_ready_s - job.request.arrival_s, 0.0)
 
 
 def _note_place(job: Job, session: WorkerSession, output: RequestOutput) -> None:

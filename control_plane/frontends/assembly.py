@@ -37,6 +37,7 @@ def client_port(
         tls_key=None if access.tls_key is None else str(access.tls_key.absolute()),
         tls_client_ca=None if access.tls_client_ca is None else str(access.tls_client_ca.absolute()),
         log_level=config.log_level,
+        log_format=config.log_format,
     )
     return FrontendPort(listeners.client_interceptor(**interceptor), num_frontends, setup)
 

@@ -70,7 +70,7 @@ class _Frontend(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
         if not self._setup.done():
             return 0
         setup = self._setup.result()
-        configure_logging(setup.log_level, process=f"front end {setup.index}")
+        configure_logging(setup.log_level, log_format=setup.log_format, process=f"front end {setup.index}")
         self._write_timeout_s = setup.write_timeout_s
         async with contextlib.AsyncExitStack() as stack:
             server = grpc.aio.server(options=list(setup.options))

@@ -19,6 +19,7 @@ class FrontendSetup:
     tls_key: str | None = None
     tls_client_ca: str | None = None
     log_level: str = "info"
+    log_format: str = "text"
 
     def at(self, address: str) -> FrontendSetup:
         """The same at this address."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from control_plane.metrics.bounded_labels import BoundedLabels
+from control_plane.observers.ended_request import EndedRequest
 
 MAX_LABELS = 64  # adapters, and tenants, with series of their own
 IDLE_S = 600.0
@@ -24,45 +23,6 @@ DURATION_BUCKETS = (
     *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68, 655.36),
 )
 QUEUE_BUCKETS = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    """One request that ended, whether or not it got what it wanted."""
-
-    tenant: str
-    adapters: Sequence[str]  # ids; none for the base model
-    reasons: Sequence[str]  # how each completion ended, or the reason of the error
-    num_prompt_tokens: int
-    num_cached_tokens: int  # of these, found in the prefix cache
-    num_generated_tokens: int
-    queue_s: float | None  # None: never ran
-    first_token_s: float | None  # from the arrival; None: no token came, or it has none
-    total_s: float
-
-
-class Metrics(Protocol):
-    """What services say of their requests."""
-
-    is_on: bool  # whether anybody looks
-
-    def ended(self, request: EndedRequest) -> None:
-        """A request that was accepted has ended."""
-
-    def refused(self, reason: str) -> None:
-        """A call ended with an error."""
-
-
-class NoMetrics:
-    """Where nobody looks."""
-
-    is_on = False
-
-    def ended(self, request: EndedRequest) -> None:
-        """Forget it."""
-
-    def refused(self, reason: str) -> None:
-        """Forget it."""
 
 
 class RequestMetrics:
@@ -82,6 +42,12 @@ class RequestMetrics:
         )
         self._queue = Histogram(
             "motet_queue_seconds", "From arrival to the first step.", buckets=QUEUE_BUCKETS, registry=registry
+        )
+        self._adapter_wait = Histogram(
+            "motet_adapter_wait_seconds",
+            "Of the time in the queue, from arrival until the adapter was in a slot; 0 where it was.",
+            buckets=QUEUE_BUCKETS,
+            registry=registry,
         )
         self._first_token = Histogram(
             "motet_time_to_first_token_seconds",
@@ -112,6 +78,8 @@ class RequestMetrics:
             self._finished.labels(reason).inc()
         if request.queue_s is not None:
             self._queue.observe(request.queue_s)
+        if request.adapter_wait_s is not None:
+            self._adapter_wait.observe(request.adapter_wait_s)
         self._duration.observe(request.total_s)
         if request.first_token_s is not None:
             self._first_token.observe(request.first_token_s)

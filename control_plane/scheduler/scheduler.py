@@ -189,7 +189,7 @@ class Scheduler:
         requests that wait for the adapter end.
         """
         if isinstance(report, SlotReady):
-            self._worker.slots.ready(report.slot_idx, report.generation)
+            self._worker.slots.ready(report.slot_idx, report.generation, now_s)
             if report.load_time_us:
                 num_bytes = self._worker.slots.slots[report.slot_idx].adapter.arena_bytes
                 self._worker.costs.observe_load(num_bytes, report.load_time_us)

@@ -404,6 +404,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     first_scheduled_s: float | None = None
     slot: SlotRef | None = None  # that its adapter was in when the request took its rows last; set together with these
+    adapter_ready_s: float | None = None  # monotonic time of the end of its adapter's load; set together with these
     message: str = ""  # for ADAPTER_FAILED: why
     is_mismatch: bool = False  # for ADAPTER_FAILED: the adapter itself does not fit the worker's model
     is_crowded_out: bool = False  # for ADAPTER_FAILED: pinned adapters leave no room for the request's

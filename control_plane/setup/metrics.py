@@ -10,23 +10,28 @@ from control_plane.api.gate import DrainGate
 from control_plane.api.rpc.interceptor import OnRefused
 from control_plane.api.status import StatusService
 from control_plane.caller import Caller
+from control_plane.config import ConfigError
 from control_plane.errors import MotetError
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.metrics.port import Pages, new_registry, open_port
-from control_plane.metrics.request_metrics import Metrics, NoMetrics, RequestMetrics
+from control_plane.metrics.request_metrics import RequestMetrics
 from control_plane.metrics.system_metrics import CacheCounts, LoadedAdapter, Snapshot
+from control_plane.observers.ended_request import Observer, Observers
+from control_plane.observers.request_log import RequestLog
+from control_plane.observers.spans import RequestSpans, TracingNotInstalled, open_spans
 from control_plane.registry.registry import Registry
 
 
 class ControlPlaneMetrics:
-    """`requests` counts from the beginning; serve() shows it. Without an address nothing is counted."""
+    """`requests` counts and logs from the beginning; serve() shows it. Without an address nothing is counted."""
 
-    def __init__(self, address: str | None) -> None:
-        """`address`: HOST:PORT to listen on; None: nowhere."""
+    def __init__(self, address: str | None, spans: Observer | None = None) -> None:
+        """`address`: HOST:PORT to listen on; None: nowhere. `spans` learns of requests, too."""
         self._address = address
         self._registry = new_registry()
-        self.requests: Metrics = NoMetrics() if address is None else RequestMetrics(self._registry)
+        counted: list[Observer] = [] if address is None else [RequestMetrics(self._registry)]
+        self.requests: Observer = Observers(RequestLog(), *counted, *([] if spans is None else [spans]))
 
     def counting(self, on_refused: OnRefused) -> OnRefused:
         """What counts an error before it is handed on."""
@@ -51,6 +56,18 @@ class ControlPlaneMetrics:
             return
         pages = Pages(self._registry, lambda: snapshot(status, registry, weights, fleet), asyncio.get_running_loop())
         open_port(self._address, pages, is_ready(fleet, gate), stack)
+
+
+def open_tracing(endpoint: str | None, stack: contextlib.AsyncExitStack) -> RequestSpans | None:
+    """What sends spans to this collector, until `stack` ends; None: nowhere. Raises ConfigError."""
+    if endpoint is None:
+        return None
+    try:
+        spans = open_spans(endpoint)
+    except TracingNotInstalled as error:
+        raise ConfigError(str(error)) from error
+    stack.push_async_callback(asyncio.to_thread, spans.close)
+    return spans
 
 
 def is_ready(fleet: Fleet, gate: DrainGate) -> Callable[[], bool]:

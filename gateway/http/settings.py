@@ -11,7 +11,7 @@ from motet.connection.credential import is_this_machine
 from motet.errors import InvalidArgument
 from motet.tls import TlsError, tls_files
 
-from contract.process_log import LOG_LEVELS
+from contract.process_log import LOG_FORMATS, LOG_LEVELS
 from contract.settings import flags
 from contract.settings.flags import optional_path, setting
 
@@ -76,6 +76,7 @@ class HttpSettings:
     )
     drain_timeout_s: float = setting("open requests get this long at the end", 30.0, unit="seconds", lowest=0)
     log_level: str = setting("what is logged", "info", choices=LOG_LEVELS)
+    log_format: str = setting("form of the log: text, or json with an object on each line", "text", choices=LOG_FORMATS)
 
     def __post_init__(self) -> None:
         if (mistake := flags.find_mistake(self)) is not None:

@@ -55,6 +55,8 @@ async def chunks_of(
 async def _one(
     client: AsyncClient, position: int, prompt: Prompt, options: GenerateOptions, timeout_s: float
 ) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+    if position and (request_id := options.get("request_id")):
+        options = {**options, "request_id": f"{request_id}-{position}"}
     async with client.generate(prompt, timeout_s=timeout_s, **options) as stream:
         async for chunk in stream:
             yield position, chunk, "" if stream.started is None else stream.started.model_fingerprint

@@ -21,7 +21,7 @@ from control_plane.audit.audit_log import AuditLog, reason_of
 from control_plane.caller import Caller
 from control_plane.errors import DeadlineExceeded
 from control_plane.fleet.requests.streams import JobStream, Place
-from control_plane.metrics.request_metrics import EndedRequest, Metrics
+from control_plane.observers.ended_request import EndedRequest, Observer
 from control_plane.scheduler.types import Request
 
 
@@ -31,7 +31,7 @@ class GenerationRecord:
     A request that the fleet does not take on is no generation: it has no record, and the refusal has a line of its own.
     """
 
-    __slots__ = ("_audit", "_caller", "_checked", "_clock", "_metrics", "_request", "_stream", "job")
+    __slots__ = ("_audit", "_caller", "_checked", "_clock", "_observers", "_request", "_stream", "job")
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class GenerationRecord:
         request: Request,
         stream: ResponseStream,
         clock: Callable[[], float],
-        metrics: Metrics,
+        observers: Observer,
     ) -> None:
         self._audit = audit
-        self._metrics = metrics
+        self._observers = observers
         self._caller = caller
         self._checked = checked
         self._request = request
@@ -66,7 +66,7 @@ class GenerationRecord:
                 error = None  # the client had everything
             elif request.deadline_s is not None and now_s >= request.deadline_s:
                 error = DeadlineExceeded("the client's deadline passed")
-        if self._metrics.is_on:
+        if self._observers.is_on:
             self._count(error, now_s)
         if self._audit.is_on:
             self._write(error, now_s)
@@ -75,10 +75,11 @@ class GenerationRecord:
         request, stream = self._request, self._stream
         facts = None if self.job is None else self.job.facts
         first_token_s = stream.first_token_s
-        self._metrics.ended(
+        self._observers.ended(
             EndedRequest(
                 tenant=request.account,
                 adapters=[label_of(use.name) for use in stream.adapters],
+                digests=[use.digest for use in stream.adapters],
                 reasons=stream.finish_reasons if error is None else [reason_of(error)],
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_cached_tokens=0 if facts is None else facts.num_cached_tokens,
@@ -86,6 +87,12 @@ class GenerationRecord:
                 queue_s=None if facts is None else facts.queue_time_s,
                 first_token_s=None if first_token_s is None else first_token_s - request.arrival_s,
                 total_s=now_s - request.arrival_s,
+                adapter_wait_s=None if facts is None else facts.adapter_wait_s,
+                error="" if error is None else reason_of(error),
+                request_id=stream.request_id,
+                action=actions.GENERATE,
+                workers=[] if facts is None else [place.worker_id for place in facts.places],
+                caller=self._caller,
             )
         )
 

@@ -46,7 +46,7 @@ from control_plane.checks import Violations, refuse
 from control_plane.constraints.compiler import ConstraintCompiler
 from control_plane.errors import AdapterNotFound, InvalidRequest, MotetError, NoWorker, PermissionDenied
 from control_plane.fleet.fleet import Fleet
-from control_plane.metrics.request_metrics import Metrics, NoMetrics
+from control_plane.observers.ended_request import Observer, Observers
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import ResolvedAdapter
 from control_plane.registry.registry import Registry
@@ -92,14 +92,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         draw_request_id: Callable[[], str] = _random_request_id,
         audit: AuditLog | None = None,
         tasks: TaskSource | None = None,
-        metrics: Metrics | None = None,
+        observers: Observer | None = None,
         constraints: Constraints | None = None,
     ) -> None:
         """`tasks`: None where requests cannot name LoRA tasks."""
         self._tasks = tasks
         self._constraints = constraints or Constraints(ConstraintCompiler())
         self._audit = audit or AuditLog()
-        self._metrics = metrics or NoMetrics()
+        self._observers = observers or Observers()
         self._model = model
         self._served = served
         self._texts = texts or AdapterTexts(codec, _no_documents)
@@ -196,7 +196,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             constraint=constraint,
         )
         stream = self._response_stream(checked, request, resolved, text.codec, render_time_s, vocab_size)
-        with GenerationRecord(self._audit, caller, checked, request, stream, self._clock, self._metrics) as record:
+        with GenerationRecord(self._audit, caller, checked, request, stream, self._clock, self._observers) as record:
             if await stream.resume():
                 # The client had every token already; only the end of its stream was lost.
                 for response in stream.finished_by_resume():

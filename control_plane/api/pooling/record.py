@@ -18,7 +18,7 @@ from control_plane.audit.audit_log import AuditLog, reason_of
 from control_plane.caller import Caller
 from control_plane.errors import DeadlineExceeded
 from control_plane.fleet.requests.streams import RunFacts
-from control_plane.metrics.request_metrics import EndedRequest, Metrics
+from control_plane.observers.ended_request import EndedRequest, Observer
 from control_plane.scheduler.types import Request
 
 
@@ -38,9 +38,9 @@ class PoolingRecord:
         requests: list[Request],
         inputs: PooledInputs,
         clock: Callable[[], float],
-        metrics: Metrics,
+        observers: Observer,
     ) -> None:
-        self._metrics = metrics
+        self._observers = observers
         self._audit = audit
         self._caller = caller
         self._action = action
@@ -62,14 +62,14 @@ class PoolingRecord:
         if isinstance(error, asyncio.CancelledError) and first.deadline_s is not None and now_s >= first.deadline_s:
             error = DeadlineExceeded("the client's deadline passed")
         facts = [stream.facts for stream in self._inputs.streams]
-        if self._metrics.is_on:
+        if self._observers.is_on:
             self._count(facts, error, now_s)
         if self._audit.is_on:
             self._write(facts, error, now_s)
 
     def _count(self, facts: list[RunFacts], error: BaseException | None, now_s: float) -> None:
         first = self._requests[0]
-        self._metrics.ended(
+        self._observers.ended(
             EndedRequest(
                 tenant=first.account,
                 adapters=[] if first.adapter is None else [self._checked.adapter.adapter_id],
@@ -80,6 +80,13 @@ class PoolingRecord:
                 queue_s=facts[0].queue_time_s,
                 first_token_s=None,
                 total_s=now_s - first.arrival_s,
+                adapter_wait_s=facts[0].adapter_wait_s,
+                error="" if error is None else reason_of(error),
+                request_id=self._request_id,
+                action=self._action,
+                digests=[] if first.adapter is None else [first.adapter.digest],
+                workers=sorted({place.worker_id for each in facts for place in each.places}),
+                caller=self._caller,
             )
         )
 

@@ -42,7 +42,7 @@ from control_plane.errors import (
     PoolingNotServed,
 )
 from control_plane.fleet.fleet import Fleet
-from control_plane.metrics.request_metrics import Metrics, NoMetrics
+from control_plane.observers.ended_request import Observer, Observers
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import ResolvedAdapter
 from control_plane.registry.registry import Registry
@@ -96,7 +96,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         fleet: Fleet,
         gate: DrainGate,
         audit: AuditLog | None = None,
-        metrics: Metrics | None = None,
+        observers: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw_request_id: Callable[[], str] = lambda: f"req-{secrets.token_hex(8)}",
     ) -> None:
@@ -107,7 +107,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         self._fleet = fleet
         self._gate = gate
         self._audit = audit or AuditLog()
-        self._metrics = metrics or NoMetrics()
+        self._observers = observers or Observers()
         self._clock = clock
         self._draw_request_id = draw_request_id
 
@@ -285,7 +285,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
             requests,
             inputs,
             self._clock,
-            self._metrics,
+            self._observers,
         ):
             try:
                 for _ in requests:

@@ -14,6 +14,7 @@ from control_plane.access.tenant_names import TENANT_FORM, is_tenant
 from control_plane.caller import Caller
 from control_plane.checks import quoted, refuse
 from control_plane.errors import InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
+from control_plane.observers.trace_context import TRACEPARENT_KEY, valid_traceparent
 
 TENANT_KEY = "motet-tenant"  # metadata
 AUTHORIZATION_KEY = "authorization"  # metadata
@@ -35,6 +36,13 @@ class Callers:
         Raises Unauthenticated, PermissionDenied, InvalidRequest, or Unavailable while keys of tokens are fetched.
         """
         metadata = context.invocation_metadata() or ()
+        caller = self._identified(method, metadata, context)
+        for name, value in metadata:
+            if name == TRACEPARENT_KEY and isinstance(value, str) and (traceparent := valid_traceparent(value)):
+                return replace(caller, traceparent=traceparent)
+        return caller
+
+    def _identified(self, method: str, metadata: Any, context: Context) -> Caller:
         named = _single(metadata, TENANT_KEY)
         if named is not None and not is_tenant(named):
             raise refuse(TENANT_KEY, f"{quoted(named)} is not a valid tenant: {TENANT_FORM}")

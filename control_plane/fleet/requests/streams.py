@@ -60,6 +60,7 @@ class RunFacts:
     places: list[Place] = field(default_factory=list)  # that returned tokens, or had the request at its end; in order
     num_cached_tokens: int = 0
     queue_time_s: float | None = None  # None: it did not run
+    adapter_wait_s: float | None = None  # of it, until its adapter was in a slot; None: no adapter, or it did not run
     num_new_tokens: int = 0  # that were generated, over all its completions
 
 
@@ -184,11 +185,12 @@ class JobStream:
         """Whether more of this completion may be pushed."""
         return index in self._live
 
-    def describe(self, num_cached_tokens: int, queue_time_s: float) -> None:
-        """Set what every event repeats."""
+    def describe(self, num_cached_tokens: int, queue_time_s: float, adapter_wait_s: float | None = None) -> None:
+        """Set what every event repeats, and of the time in the queue what its adapter took."""
         self._num_cached_tokens = num_cached_tokens
         self._queue_time_s = queue_time_s
         self.facts.num_cached_tokens, self.facts.queue_time_s = num_cached_tokens, queue_time_s
+        self.facts.adapter_wait_s = adapter_wait_s
 
     def note_place(self, worker_id: str, epoch: int, slot: SlotRef | None) -> None:
         """Note where it is computed at present."""

@@ -129,10 +129,11 @@ class AdapterSlots:
 
     # ---- what the worker reports ----
 
-    def ready(self, slot_idx: int, generation: int) -> None:
+    def ready(self, slot_idx: int, generation: int, now_s: float = 0.0) -> None:
         """The load succeeded."""
         slot = reported_slot(self.slots, slot_idx, generation, SlotState.LOADING)
         slot.state = SlotState.READY
+        slot.ready_s = now_s
         self._num_loading -= 1
         slot.admissions_before = self._demands.num_admissions
         self._idle[slot_idx] = slot

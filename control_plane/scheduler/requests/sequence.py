@@ -313,6 +313,7 @@ class SequenceGroup:
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     first_scheduled_s: float | None = None
     slot: SlotRef | None = None  # of its adapter, or the first of several, when a member took a row last
+    adapter_ready_s: float | None = None  # when its adapters were loaded, as it was when a member first took a row
     _adapters_name: str | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -346,10 +347,12 @@ class SequenceGroup:
         """Another request started before it, because the adapter of the other costs the step less."""
         self.times_overtaken += 1
 
-    def note_row_taken(self, slot: SlotRef | None) -> None:
-        """A member took a row, which leases this slot."""
+    def note_row_taken(self, slot: SlotRef | None, ready_s: float | None) -> None:
+        """A member took a row, which leases this slot; the last of its adapters was loaded at `ready_s`."""
         self.num_rows += 1
         self.slot = slot
+        if self.adapter_ready_s is None:
+            self.adapter_ready_s = ready_s
 
     def note_row_left(self) -> None:
         """A member left its row. What the group computed in its rows is lost with the last of them."""
@@ -415,7 +418,13 @@ class SequenceGroup:
     def output(self, token_ids: list[int], reason: FinishReason | None) -> RequestOutput:
         """What a member gained, or how the request ends, with the facts about the request."""
         return RequestOutput(
-            self.request.request_id, token_ids, reason, self.num_cached_tokens, self.first_scheduled_s, self.slot
+            self.request.request_id,
+            token_ids,
+            reason,
+            self.num_cached_tokens,
+            self.first_scheduled_s,
+            self.slot,
+            self.adapter_ready_s,
         )
 
     def live_members(self) -> list[Sequence]:

@@ -79,7 +79,7 @@ class RunningRows:
         if group.num_rows == 0:
             self.num_groups += 1
             self._counters.run(group.request.account)
-        group.note_row_taken(slot)
+        group.note_row_taken(slot, self._ready_s(row))
         self.num_wanting_logprobs += sequence.wants_logprobs
         insort(self.held, row, key=_by_order)
         self.regroup()
@@ -90,6 +90,12 @@ class RunningRows:
         if slot.num_leases == 1:
             self._queues.waiting.mark_ready(digest)  # the adapter became active
         return SlotRef(slot.slot_idx, slot.generation)
+
+    def _ready_s(self, row: Row) -> float | None:
+        """When the last of the row's adapters was loaded; None without one."""
+        if row.slot_idx is None:
+            return None
+        return max(self._slots.slots[slot_idx].ready_s for slot_idx in (row.slot_idx, *row.further_slots))
 
     def slot_generation(self, row: Row) -> int:
         """Generation of the slot that the row leases, 0 without one."""

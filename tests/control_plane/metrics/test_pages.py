@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from contract.metrics.port import MetricsPort
 from control_plane.metrics.port import Pages
-from control_plane.metrics.request_metrics import EndedRequest, RequestMetrics
+from control_plane.metrics.request_metrics import RequestMetrics
 from control_plane.metrics.system_metrics import MAX_LOADED_SERIES, CacheCounts, LoadedAdapter, Snapshot
+from control_plane.observers.ended_request import EndedRequest
 
 WORKER = status_pb2.WorkerStatus(
     worker_id="w0",

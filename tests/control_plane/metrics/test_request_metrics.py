@@ -7,7 +7,8 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from control_plane.metrics.bounded_labels import OTHER
-from control_plane.metrics.request_metrics import MAX_LABELS, EndedRequest, RequestMetrics
+from control_plane.metrics.request_metrics import MAX_LABELS, RequestMetrics
+from control_plane.observers.ended_request import EndedRequest
 
 REQUEST = EndedRequest(
     tenant="acme",

@@ -104,7 +104,7 @@ def test_plain_tokens_are_accepted_and_others_are_looked_at() -> None:
 def test_a_group_loses_its_progress_with_its_last_row() -> None:
     group = make_group(make_request(1, num_samples=2), make_limits(), 0)
     for _ in group.members:
-        group.note_row_taken(None)
+        group.note_row_taken(None, None)
     group.note_progress()
     group.note_row_left()
     assert group.has_progressed

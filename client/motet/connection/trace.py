@@ -1,0 +1,28 @@
+"""The trace that calls belong to, sent as the metadata `traceparent` of W3C Trace Context."""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+
+TRACEPARENT_KEY = "traceparent"  # metadata
+# Of the running task, for a program that has it from elsewhere, such as a proxy. Empty: that of OpenTelemetry, if any.
+TRACEPARENT: ContextVar[str] = ContextVar("motet_traceparent", default="")
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """What names the trace of the current task; nothing if it belongs to none.
+
+    OpenTelemetry is used where the program has imported it, and never imported here.
+    """
+    given = TRACEPARENT.get()
+    if given:
+        return ((TRACEPARENT_KEY, given),)
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ()
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return ()
+    value = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+    return ((TRACEPARENT_KEY, value),)
