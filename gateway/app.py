@@ -15,6 +15,7 @@ from gateway.http.bodies import Bodies
 from gateway.http.health import health_routes
 from gateway.http.keys import Keys
 from gateway.http.metrics import Metrics
+from gateway.http.siblings import Place, Siblings
 from gateway.http.traces import Traces
 from gateway.http.upstream import Upstream
 from gateway.openai.handlers import EXCEPTION_HANDLERS
@@ -22,25 +23,33 @@ from gateway.openai.models import Models
 from gateway.openai.routes import openai_routes
 from gateway.tinker.futures import Futures
 from gateway.tinker.routes import tinker_app
+from gateway.tinker.samples import Samples
 from gateway.vllm.routes import vllm_routes
 
 SWEEP_EVERY_S = 1.0
 
 
-def gateway_app(config: GatewayConfig) -> Starlette:
-    """The application. Its parts are made when it starts, in the loop that serves it."""
-    joined = _Joined()
+def gateway_app(config: GatewayConfig, place: Place | None = None) -> Starlette:
+    """The application. Its parts are made when it starts, in the loop that serves it.
+
+    `place`: of this process among several.
+    """
+    joined, place = _Joined(), place or Place()
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        upstream, futures, metrics = Upstream(config.http), Futures(config.tinker), Metrics()
+        upstream, futures, metrics = Upstream(config.http), Futures(config.tinker), Metrics(place)
+        siblings = Siblings(place)
         bodies, timeout_s = Bodies(config.http.max_body_bytes, upstream.check_key), config.http.request_timeout_s
         models = Models(config.http.base_model_names)
+        samples = Samples(upstream, futures, bodies, siblings, timeout_s)
+        tinker = tinker_app(upstream, samples, bodies, config.http.base_model_names)
+        await siblings.listen(samples.serve)
         routes = [
             *health_routes(upstream),
             metrics.route(),
             *vllm_routes(upstream, bodies, models, timeout_s),
-            Mount("/api/v1", tinker_app(upstream, futures, bodies, config.http.base_model_names, timeout_s)),
+            Mount("/api/v1", tinker),
             Mount("/v1", routes=openai_routes(upstream, bodies, config.openai, models, timeout_s)),
         ]
         app = Starlette(routes=routes, exception_handlers=dict(EXCEPTION_HANDLERS))
@@ -50,6 +59,7 @@ def gateway_app(config: GatewayConfig) -> Starlette:
             yield
         finally:
             sweeping.cancel()
+            await siblings.close()
             await futures.close()
             await upstream.close()
 

@@ -14,7 +14,8 @@ from contract.process_log import configure_logging, settings_line
 from contract.redaction import redacted
 from gateway.app import gateway_app
 from gateway.config import add_arguments, environment, from_args
-from gateway.http.server import serve
+from gateway.http.server import bound, serve
+from gateway.processes.supervisor import supervise
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(config.http.log_level, log_format=config.http.log_format, process="gateway")
     logger.info("settings %s", settings_line(config, only_changed=True))
     try:
-        uvloop.run(serve(gateway_app(config), config.http))
+        if config.http.processes > 1:
+            return supervise(config)
+        uvloop.run(serve(gateway_app(config), config.http, bound(config.http)))
     except (MotetError, OSError) as error:
         # What an operator can mend needs one line; anything else is our mistake and shows its traceback.
         print(f"{parser.prog}: {redacted(str(error))}", file=sys.stderr)

@@ -28,6 +28,14 @@ def decoded_as(body: bytes, kind: type[T]) -> T:
     # msgspec's errors are ValueErrors.
 
 
+def decoded_or_refused(body: bytes, kind: type[T]) -> T:
+    """A body as a message. Raises Refusal."""
+    try:
+        return decoded_as(body, kind)
+    except ValueError as error:
+        raise Refusal(400, f"the body is not a valid {kind.__name__}: {error}") from error
+
+
 class Bodies:
     """Bodies of at most `max_bytes`."""
 
@@ -73,11 +81,7 @@ class Bodies:
 
     async def decode(self, request: Request, kind: type[T]) -> T:
         """The body as a message. Raises Refusal."""
-        body = await self.read(request)
-        try:
-            return decoded_as(body, kind)
-        except ValueError as error:
-            raise Refusal(400, f"the body is not a valid {kind.__name__}: {error}") from error
+        return decoded_or_refused(await self.read(request), kind)
 
     def _too_long(self) -> Refusal:
         return Refusal(413, f"the body is longer than {self._max_bytes} bytes, which --max-body-bytes sets")

@@ -19,6 +19,11 @@ def current_key() -> str:
     return _key.get()
 
 
+def set_key(key: str) -> None:
+    """Handle, in this task, a request that came with `key`."""
+    _key.set(key)
+
+
 def current_owner() -> str:
     """Stands for the key where something is kept for it: two requests with one key have the same owner."""
     return hashlib.sha256(_key.get().encode()).hexdigest()
@@ -39,5 +44,5 @@ class Keys:
             headers = Headers(scope=scope)
             scheme, _, credential = headers.get("authorization", "").partition(" ")
             key = credential.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            _key.set(key.removeprefix(self._prefix))
+            set_key(key.removeprefix(self._prefix))
         await self._app(scope, receive, send)

@@ -6,26 +6,36 @@ import time
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.http.siblings import Place
 
 NO_ROUTE = "none"
 _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300, 1800)
 
 
 class Metrics:
-    """Counts requests of an application. `routes` are all that it has, with those of its mounts."""
+    """Counts requests of an application. `routes` are all that it has, with those of its mounts.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    What is shown is of all processes of the gateway. What a process counted stays when it ends, other than what it had
+    open.
+    """
+
+    def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
+        """The processes' files are used if prometheus_client has been set up for them (`processes/child.py`)."""
         self._clock = clock
+        self._place = place
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "motet_gateway_requests", "Requests that ended.", ["route", "method", "status"], registry=registry
         )
-        self._streams = Gauge("motet_gateway_streams_open", "Event streams under way.", registry=registry)
-        self._open = Gauge("motet_gateway_requests_open", "Requests under way, streams included.", registry=registry)
+        self._streams = _gauge("motet_gateway_streams_open", "Event streams under way.", registry)
+        self._open = _gauge("motet_gateway_requests_open", "Requests under way, streams included.", registry)
+        _gauge("motet_gateway_processes", "Processes that serve the port.", registry).set(1)
         self._first_byte = Histogram(
             "motet_gateway_time_to_first_byte_seconds",
             "From the request to the first byte of its response's body.",
@@ -45,7 +55,11 @@ class Metrics:
         """`/metrics`. It needs no key."""
 
         async def metrics(_request: Request) -> Response:
-            return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+            registry = self._registry
+            if self._place.count > 1:
+                registry = CollectorRegistry()
+                MultiProcessCollector(registry, str(self._place.metrics_dir))  # type: ignore[no-untyped-call]
+            return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
         return Route("/metrics", metrics, methods=["GET"])
 
@@ -98,6 +112,11 @@ class Metrics:
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._requests.labels(route, method, str(status)).inc()
             self._duration.labels(route).observe(self._clock() - begun_s)
+
+
+def _gauge(name: str, help: str, registry: CollectorRegistry) -> Gauge:
+    """One that is the sum over the processes that run."""
+    return Gauge(name, help, registry=registry, multiprocess_mode="livesum")
 
 
 _METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"))

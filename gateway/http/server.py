@@ -1,4 +1,4 @@
-"""Runs an ASGI application on its port: binds it, prints the ready line, drains on SIGTERM and SIGINT."""
+"""Runs an ASGI application on a port: binds it, prints the ready line, drains on SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -21,12 +21,33 @@ from gateway.http.settings import HttpSettings, split_address
 OTHER_FILES = 128  # open files that are no connections of callers
 
 
-async def serve(app: ASGIApp, settings: HttpSettings) -> None:
-    """Serve until a signal. Raises OSError if the port cannot be bound, or a file of TLS cannot be used."""
+def bound(settings: HttpSettings) -> socket.socket:
+    """A socket on the port, not listening yet. Raises OSError if the port cannot be bound."""
+    host, port = split_address(settings.listen)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """HOST:PORT, with the port that was taken."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def serve(app: ASGIApp, settings: HttpSettings, listener: socket.socket, *, leash: int | None = None) -> None:
+    """Serve until a signal, or until the pipe `leash` ends. Closes `listener`.
+
+    Raises OSError if there may not be files enough, or a file of TLS cannot be used.
+    """
     _make_room(settings.max_connections)
     # It warns of every request that is none, as often as a caller sends one.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    host, port = split_address(settings.listen)
     config = uvicorn.Config(
         app,
         lifespan="on",
@@ -44,15 +65,11 @@ async def serve(app: ASGIApp, settings: HttpSettings) -> None:
     protocol: Any = connections.protocol
     config.http_protocol_class = protocol
     sweeping = asyncio.create_task(_sweep(connections))
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        bound_host, bound_port = listener.getsockname()[:2]
-        shown_host = f"[{bound_host}]" if ":" in bound_host else bound_host
-        try:
-            await _Announced(config, f"{shown_host}:{bound_port}").serve(sockets=[listener])
-        finally:
-            sweeping.cancel()
+    try:
+        with listener:
+            await _Announced(config, address_of(listener), leash).serve(sockets=[listener])
+    finally:
+        sweeping.cancel()
 
 
 async def _sweep(connections: Connections) -> None:
@@ -78,9 +95,10 @@ def _make_room(max_connections: int) -> None:
 class _Announced(uvicorn.Server):
     """Prints the ready line once connections are accepted."""
 
-    def __init__(self, config: uvicorn.Config, address: str) -> None:
+    def __init__(self, config: uvicorn.Config, address: str, leash: int | None) -> None:
         super().__init__(config)
         self._address = address
+        self._leash = leash
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -88,7 +106,14 @@ class _Announced(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.handle_exit, signum, None)
+        if self._leash is not None:
+            loop.add_reader(self._leash, self._let_go, loop, self._leash)
         yield
+
+    def _let_go(self, loop: asyncio.AbstractEventLoop, leash: int) -> None:
+        """Nothing is ever written to it: it has ended."""
+        loop.remove_reader(leash)
+        self.handle_exit(signal.SIGTERM, None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -61,8 +61,14 @@ class HttpSettings:
         "private key of --server-tls-cert, PEM", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
     insecure: bool = setting("listen, and send keys to --server, without TLS where other machines are reached", False)
+    processes: int = setting(
+        "processes that serve the port together; each has its own bounds of connections, bodies and samples",
+        1,
+        unit="a count",
+        lowest=1,
+    )
     max_connections: int = setting(
-        "connections at once; above it a new one takes the place of one without a request",
+        "connections of a process at once; above it a new one takes the place of one without a request",
         1024,
         unit="a count",
         lowest=8,

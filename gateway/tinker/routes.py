@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import http
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from motet import MotetError, ResourceExhausted
+from motet import MotetError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,20 +14,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway.http.bodies import Bodies
-from gateway.http.errors import Refusal, is_callers_mistake, refusal_from
-from gateway.http.keys import Keys, current_owner
+from gateway.http.errors import Refusal
+from gateway.http.keys import Keys
 from gateway.http.upstream import Upstream
 from gateway.tinker import messages
-from gateway.tinker.futures import Futures, TooManySamples, UnknownSample
-from gateway.tinker.sampling import check_request, sample
+from gateway.tinker.errors import response_to
+from gateway.tinker.samples import Samples
 from gateway.tinker.sessions import BASE, SCHEME, check_session_id, new_session_id, resolve, sampling_id, source_of
 
-logger = logging.getLogger(__name__)
-
 KEY_PREFIX = "tml-"  # the SDK takes no API key without it
-POLL_S = 20.0  # a poll of a request that runs is answered after this time; the SDK waits 45 s
-_PROTOBUF = "application/x-protobuf"
-_CONFLICT = 409
 _BAD_REQUEST = 400
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -49,11 +43,9 @@ TRAINING = (
 )
 
 
-def tinker_app(
-    upstream: Upstream, futures: Futures, bodies: Bodies, base_names: tuple[str, ...], timeout_s: float
-) -> ASGIApp:
-    """The protocol as an ASGI application, to be mounted at `/api/v1`. `timeout_s` bounds one sample request."""
-    sessions, samples = _Sessions(upstream, bodies, base_names), _Samples(upstream, futures, bodies, timeout_s)
+def tinker_app(upstream: Upstream, samples: Samples, bodies: Bodies, base_names: tuple[str, ...]) -> ASGIApp:
+    """The protocol as an ASGI application, to be mounted at `/api/v1`."""
+    sessions = _Sessions(upstream, bodies, base_names)
     posts: Mapping[str, Handler] = {
         "client/config": _client_config,
         "client/dynamic_config": _dynamic_config,
@@ -62,9 +54,7 @@ def tinker_app(
         "sessions/{session_id}/finish": sessions.finish,
         "create_sampling_session": sessions.create_sampling,
         "telemetry": sessions.drop_telemetry,
-        "asample": samples.start,
-        "retrieve_future": samples.retrieve,
-        "cancel_future": samples.cancel,
+        **{action: samples.handler(action) for action in samples.actions},
         **dict.fromkeys(TRAINING, _refuse_training),
     }
     gets: Mapping[str, Handler] = {
@@ -77,7 +67,7 @@ def tinker_app(
             *(Route(f"/{path}", handler, methods=["POST"]) for path, handler in posts.items()),
             *(Route(f"/{path}", handler, methods=["GET"]) for path, handler in gets.items()),
         ],
-        exception_handlers={Refusal: _refused, MotetError: _failed, HTTPException: _no_route},
+        exception_handlers={Refusal: _refused, MotetError: _refused, HTTPException: _no_route},
     )
     return Keys(app, prefix=KEY_PREFIX)
 
@@ -138,66 +128,6 @@ class _Sessions:
         return [*self._own_names, (await self._upstream.client.status()).model.name]
 
 
-class _Samples:
-    """Sample requests: started by one call, waited for by others."""
-
-    def __init__(self, upstream: Upstream, futures: Futures, bodies: Bodies, timeout_s: float) -> None:
-        self._upstream = upstream
-        self._futures = futures
-        self._bodies = bodies
-        self._timeout_s = timeout_s
-
-    async def start(self, request: Request) -> Response:
-        body = await self._bodies.decode(request, messages.SampleRequest)
-        if body.sampling_session_id is None or body.seq_id is None:
-            raise Refusal(_BAD_REQUEST, "sampling_session_id and seq_id: are required; create a sampling session first")
-        check_request(body)
-        source, client = source_of(body.sampling_session_id), self._upstream.client
-        request_id = f"{body.sampling_session_id}:{body.seq_id}"
-        try:
-            self._futures.start(request_id, current_owner(), lambda: sample(body, source, client, self._timeout_s))
-        except TooManySamples:
-            raise Refusal(429, "too many sample requests at present; send it again later") from None
-        except UnknownSample:
-            raise Refusal(404, f"sampling_session_id: {body.sampling_session_id!r} is not yours") from None
-        ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
-        return JSONResponse({"request_id": request_id, "sample_sequence_ids": ids})
-
-    async def retrieve(self, request: Request) -> Response:
-        """What became of a request.
-
-        200 with protobuf: the samples. 200 with JSON: it failed, which the SDK raises. 408: it runs. 410: the SDK sends
-        its request again, some time later.
-        """
-        body = await self._bodies.decode(request, messages.RetrieveFuture)
-        try:
-            outcome = await self._futures.wait(body.request_id, current_owner(), POLL_S)
-        except UnknownSample as error:
-            outcome = error
-        if outcome is None:
-            waiting = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
-            return JSONResponse(waiting, status_code=408)
-        if isinstance(outcome, bytes):
-            return Response(outcome, media_type=_PROTOBUF)
-        if isinstance(outcome, UnknownSample) or (
-            isinstance(outcome, ResourceExhausted) and outcome.retry_after_s is not None
-        ):
-            return JSONResponse({"detail": f"request {body.request_id} has no result; send it again"}, status_code=410)
-        if isinstance(outcome, Refusal):
-            return JSONResponse({"error": outcome.message, "category": "user"})
-        if isinstance(outcome, MotetError):
-            category = "user" if is_callers_mistake(outcome) else "server"
-            return JSONResponse({"error": refusal_from(outcome).message, "category": category})
-        # Our own mistake. To a 5xx the SDK would repeat its poll at once, for ever.
-        logger.error("a sample request failed request_id=%s", body.request_id, exc_info=outcome)
-        return JSONResponse({"error": "an internal error of the gateway; its log has it", "category": "server"})
-
-    async def cancel(self, request: Request) -> Response:
-        body = await self._bodies.decode(request, messages.CancelFuture)
-        self._futures.cancel(body.request_id, current_owner())
-        return JSONResponse({})
-
-
 async def _client_config(_request: Request) -> Response:
     """Settings of the SDK where its own default does not fit; what is not here keeps its default."""
     return JSONResponse({"sample_use_retrieve_futures": False, "sample_join_sampling_session": False})
@@ -221,16 +151,8 @@ async def _refuse_training(request: Request) -> Response:
 
 
 async def _refused(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return JSONResponse({"detail": error.message}, status_code=error.status, headers=dict(error.headers))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, MotetError)
-    refusal = refusal_from(error)
-    if refusal.status == _CONFLICT:  # the SDK repeats 409 for minutes
-        refusal = Refusal(_BAD_REQUEST, refusal.message)
-    return await _refused(request, refusal)
+    assert isinstance(error, (Refusal, MotetError))
+    return response_to(error)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ _OWN_FLAG = "--control-plane"
 _ANY_ADDRESS = "127.0.0.1:1"  # stands for it until it is known
 _MODEL_FLAG = "--model"
 _HTTP_FLAG = "--http"
+_HTTP_PROCESSES_FLAG = "--http-processes"
 _HTTP_ADDRESS = "127.0.0.1:8000"
 _DEFAULT_DRAIN_TIMEOUT_S = 30.0
 _DESCRIPTION = (
@@ -118,6 +119,8 @@ def declare_flags(parser: Parser) -> None:
 def _gateway_flags(arguments: argparse.Namespace, parser: Parser, drain_timeout_s: float) -> list[str] | None:
     """The gateway's flags but the address of its server; None: no gateway. Ends the process for what cannot be used."""
     if arguments.http is None:
+        if arguments.http_processes is not None:
+            parser.refuse(f"{_HTTP_PROCESSES_FLAG}: is for a gateway; give {_HTTP_FLAG}, too")
         return None
     if getattr(arguments, "tls_cert", None) is not None:
         parser.refuse(
@@ -125,11 +128,16 @@ def _gateway_flags(arguments: argparse.Namespace, parser: Parser, drain_timeout_
             "--server-tls-ca"
         )
     is_insecure = bool(getattr(arguments, "insecure", False))
-    try:
-        server_parts.load("gateway.http.settings").HttpSettings(listen=arguments.http, insecure=is_insecure)
-    except ValueError as error:
-        parser.refuse(str(error).replace("--listen", _HTTP_FLAG, 1))
+    settings: dict[str, Any] = {"listen": arguments.http, "insecure": is_insecure}
     flags = ["--listen", arguments.http, "--drain-timeout-s", f"{drain_timeout_s:g}"]
+    if arguments.http_processes is not None:
+        settings["processes"] = arguments.http_processes
+        flags += ["--processes", str(arguments.http_processes)]
+    try:
+        server_parts.load("gateway.http.settings").HttpSettings(**settings)
+    except ValueError as error:
+        said = str(error).replace("--listen", _HTTP_FLAG, 1)
+        parser.refuse(said.replace("--processes", _HTTP_PROCESSES_FLAG, 1))
     if (config := getattr(arguments, "config", None)) is not None:
         flags += ["--config", config]
     return [*flags, "--insecure"] if is_insecure else flags
@@ -154,13 +162,20 @@ def _declare(parser: Parser, control: _Flags, worker: _Flags, http: str | None) 
         group = parser.add_argument_group(title)
         for flag, settings in flags.items():
             group.add_argument(flag, **settings)
-    parser.add_argument_group("gateway").add_argument(
+    gateway = parser.add_argument_group("gateway")
+    gateway.add_argument(
         _HTTP_FLAG,
         nargs="?",
         const=_HTTP_ADDRESS,
         default=http,
         metavar="HOST:PORT",
         help=f"run the HTTP gateway, too, with the OpenAI-compatible API (default without a value: {_HTTP_ADDRESS})",
+    )
+    gateway.add_argument(
+        _HTTP_PROCESSES_FLAG,
+        type=int,
+        metavar="N",
+        help="processes of the gateway, on one port (default: 1, or what the file of --config says)",
     )
 
 

@@ -35,8 +35,9 @@ def test_the_programs_of_the_readme_run_as_they_are_printed(served: Served) -> N
 
 def test_up_with_http_serves_completions(tmp_path: Path) -> None:
     checkpoint = make_tokenizer(make_checkpoint(tmp_path / "model", arch="llama"))
-    arguments = ["-m", "motet", "up", str(checkpoint), "--http", "127.0.0.1:0", "--listen", "127.0.0.1:0"]
-    arguments += ["--worker-listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"), "--device", "cpu"]
+    arguments = ["-m", "motet", "up", str(checkpoint), "--http", "127.0.0.1:0", "--http-processes", "2"]
+    arguments += ["--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0", "--device", "cpu"]
+    arguments += ["--data-dir", str(tmp_path / "data")]
     up = Child("up", [*arguments, *WORKER_FLAGS], tmp_path / "up.log", environment=ENVIRONMENT)
     try:
         # Worker and gateway get ready in any order.
@@ -46,7 +47,7 @@ def test_up_with_http_serves_completions(tmp_path: Path) -> None:
             reply = http.post("/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
             assert reply.json()["usage"]["completion_tokens"] == 2
-            assert http.get("/metrics").status_code == 200
+            assert "motet_gateway_processes 2.0" in http.get("/metrics").text
     finally:
         code = up.stop(60.0)
     assert code == 0, up.log_tail()

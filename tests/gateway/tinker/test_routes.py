@@ -10,9 +10,11 @@ from gateway.config import GatewayConfig
 from gateway.http.bodies import Bodies
 from gateway.http.keys import current_owner
 from gateway.http.settings import HttpSettings
+from gateway.http.siblings import Place, Siblings
 from gateway.http.upstream import Upstream
 from gateway.tinker.futures import Futures
 from gateway.tinker.routes import TRAINING, tinker_app
+from gateway.tinker.samples import Samples
 
 SAMPLING = f"motet-{'0' * 32}:sample:0:base"
 SAMPLE = {"prompt": {"chunks": [{"tokens": [5], "type": "encoded_text"}]}, "sampling_params": {"max_tokens": 1}}
@@ -26,7 +28,9 @@ class Rig:
         config = GatewayConfig(http=HttpSettings(server_absence_s=0.0, server="127.0.0.1:1"))
         self.futures = Futures(config.tinker)
         self.upstream = Upstream(config.http)
-        app = tinker_app(self.upstream, self.futures, Bodies(1 << 20), config.http.base_model_names, 10.0)
+        bodies = Bodies(1 << 20)
+        samples = Samples(self.upstream, self.futures, bodies, Siblings(Place()), 10.0)
+        app = tinker_app(self.upstream, samples, bodies, config.http.base_model_names)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     async def post(self, path: str, body: dict[str, object]) -> httpx.Response:

@@ -1,0 +1,54 @@
+"""One of several processes of the gateway: `python -m gateway.processes.child FD`, started by `supervisor.py`.
+
+FD is the socket of the port. Standard input brings the settings, and ends when the supervisor does: then this process
+drains and ends, too.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+
+from contract.process_log import configure_logging, quiet_grpc
+
+quiet_grpc()  # gRPC reads it when it is imported
+
+import uvloop  # noqa: E402
+from motet import MotetError  # noqa: E402
+from prometheus_client import values  # noqa: E402
+
+from contract.redaction import redacted  # noqa: E402
+from gateway.app import gateway_app  # noqa: E402
+from gateway.config import GatewayConfig  # noqa: E402
+from gateway.http.server import serve  # noqa: E402
+from gateway.http.siblings import Place  # noqa: E402
+
+
+def main(listener: socket.socket) -> int:
+    """Serve until SIGTERM, or until the supervisor ends; the exit status."""
+    config: GatewayConfig
+    place: Place
+    config, place = pickle.load(sys.stdin.buffer)  # from the supervisor, which made it
+    configure_logging(config.http.log_level, process=f"gateway {place.index}")
+    keep_metrics_in(place)
+    try:
+        uvloop.run(serve(gateway_app(config, place), config.http, listener, leash=sys.stdin.fileno()))
+    except (MotetError, OSError) as error:
+        print(f"motet gateway: {redacted(str(error))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def keep_metrics_in(place: Place) -> None:
+    """Let prometheus_client keep what this process counts in files that its siblings read. Call it before any metric.
+
+    A process that takes the place of a dead one counts on where that one ended.
+    """
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(place.metrics_dir)
+    values.ValueClass = values.MultiProcessValue(lambda: place.index)  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    sys.exit(main(socket.socket(fileno=int(sys.argv[1]))))
