@@ -21,6 +21,7 @@ from gateway.http.upstream import Upstream
 from gateway.openai.handlers import EXCEPTION_HANDLERS
 from gateway.openai.models import Models
 from gateway.openai.routes import openai_routes
+from gateway.registry.routes import registry_routes
 from gateway.tinker.futures import Futures
 from gateway.tinker.routes import tinker_app
 from gateway.tinker.samples import Samples
@@ -49,6 +50,7 @@ def gateway_app(config: GatewayConfig, place: Place | None = None) -> Starlette:
             *health_routes(upstream),
             metrics.route(),
             *vllm_routes(upstream, bodies, models, timeout_s),
+            *registry_routes(upstream, bodies, config.registry, timeout_s),
             Mount("/api/v1", tinker),
             Mount("/v1", routes=openai_routes(upstream, bodies, config.openai, models, timeout_s)),
         ]

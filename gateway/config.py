@@ -11,6 +11,7 @@ from contract.settings import config_file, flags
 from contract.settings.flags import group
 from gateway.http.settings import HttpSettings
 from gateway.openai.settings import OpenAiSettings
+from gateway.registry.settings import RegistrySettings
 from gateway.tinker.settings import TinkerSettings
 
 
@@ -21,6 +22,7 @@ class GatewayConfig:
     http: HttpSettings = group(HttpSettings)
     openai: OpenAiSettings = group(OpenAiSettings)
     tinker: TinkerSettings = group(TinkerSettings)
+    registry: RegistrySettings = group(RegistrySettings)
 
 
 def environment(argv: Sequence[str]) -> Mapping[str, str]:

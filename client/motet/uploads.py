@@ -18,6 +18,17 @@ _MAX_STEPS_MISSED = 5  # further GetUpload calls because the server's files chan
 Progress = Callable[[int, int], None]  # (bytes sent, bytes in all)
 
 
+def upload_state(upload_id: str) -> UnaryCall[list[int]]:
+    """How many bytes of each file the server has of an upload. NotFound: this caller has no upload of this id."""
+    return UnaryCall(
+        method="/motet.v1.AdapterService/GetUpload",
+        request=adapters_pb2.GetUploadRequest(upload_id=upload_id),
+        response_type=adapters_pb2.GetUploadResponse,
+        read=lambda response: list(response.received_bytes),
+        is_repeatable=True,
+    )
+
+
 class AdapterUpload:
     """One upload. `failure` says afterwards what broke on this side, if anything did."""
 
@@ -69,13 +80,7 @@ class AdapterUpload:
         """The call that returns how many bytes of each file the server has from an earlier attempt."""
         if not self._was_sent:
             return None
-        return UnaryCall(
-            method="/motet.v1.AdapterService/GetUpload",
-            request=adapters_pb2.GetUploadRequest(upload_id=self._header.upload_id),
-            response_type=adapters_pb2.GetUploadResponse,
-            read=lambda response: list(response.received_bytes),
-            is_repeatable=True,
-        )
+        return upload_state(self._header.upload_id)
 
     def resume(self, received: Sequence[int] | None) -> None:
         """Go on behind `received` bytes of each file. None: begin again."""

@@ -31,7 +31,7 @@ def main(listener: socket.socket) -> int:
     config: GatewayConfig
     place: Place
     config, place = pickle.load(sys.stdin.buffer)  # from the supervisor, which made it
-    configure_logging(config.http.log_level, process=f"gateway {place.index}")
+    configure_logging(config.http.log_level, log_format=config.http.log_format, process=f"gateway {place.index}")
     keep_metrics_in(place)
     try:
         uvloop.run(serve(gateway_app(config, place), config.http, listener, leash=sys.stdin.fileno()))

@@ -1,0 +1,1 @@
+"""The adapter registry over HTTP: what the SDK's `client.adapters` does, as JSON."""
