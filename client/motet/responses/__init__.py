@@ -4,9 +4,11 @@
 `finding.py` is pure: no I/O, nothing beyond the standard library.
 """
 
+from motet.responses.arguments import GrammarError
 from motet.responses.choice import choose_template
 from motet.responses.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from motet.responses.finding import ResponseForm, find_form, find_form_async
+from motet.responses.grammars import call_grammar
 from motet.responses.parser import ResponseParser
 from motet.responses.templates import ResponseTemplate, TemplateError, load_template
 
@@ -16,11 +18,13 @@ __all__ = [
     "CallStart",
     "Content",
     "Event",
+    "GrammarError",
     "Reasoning",
     "ResponseForm",
     "ResponseParser",
     "ResponseTemplate",
     "TemplateError",
+    "call_grammar",
     "choose_template",
     "find_form",
     "find_form_async",

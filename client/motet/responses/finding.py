@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from motet.calls import UnaryCall
@@ -12,6 +12,7 @@ from motet.model.calls import ModelFacts, TokenizeOptions, detokenize_call, fact
 from motet.responses.choice import choose_template
 from motet.responses.parser import ResponseParser
 from motet.responses.templates import ResponseTemplate
+from motet.responses.written import texts_of_marks
 
 if TYPE_CHECKING:
     from motet.aio import AsyncClient
@@ -52,6 +53,7 @@ class ResponseForm:
     template: ResponseTemplate
     generation_prompt: str = ""  # what its chat template begins the assistant's turn with
     adapter_digest: str = ""  # of the version; empty for the base model
+    mark_tokens: Mapping[str, int] = field(default_factory=dict)  # ids of what is one token, by text, within marks
 
     def parser(self) -> ResponseParser:
         """Reads one completion of a conversation that the chat template ended with its generation prompt."""
@@ -138,7 +140,24 @@ def _calls(adapter: str, adapter_digest: str, template_kwargs: Mapping[str, Any]
             without = whole = ""  # one that refuses so short a conversation
         generation_prompt = whole.removeprefix(without) if whole.startswith(without) else ""
     template = choose_template(facts.response_template, rendered, override=override)
-    return None if template is None else ResponseForm(template, generation_prompt, facts.adapter_digest)
+    if template is None:
+        return None
+    tokens = yield from _mark_tokens(template, facts)
+    return ResponseForm(template, generation_prompt, facts.adapter_digest, tokens)
+
+
+def _mark_tokens(template: ResponseTemplate, facts: ModelFacts) -> Generator[UnaryCall[Any], Any, dict[str, int]]:
+    """Special tokens within the marks, and other tokens that are named as such: grammars know neither as a text."""
+    marks = texts_of_marks(template)
+    found = {text: token_id for token_id, text in facts.special_tokens.items() if any(text in mark for mark in marks)}
+    if facts.has_tokenizer and marks:
+        options = TokenizeOptions(adapter_digest=facts.adapter_digest, add_special_tokens=False, return_tokens=True)
+        tokenized = yield tokenize_call("\n".join(marks), facts.adapter, options)
+        for token, token_id in zip(tokenized.tokens, tokenized.token_ids, strict=True):
+            text = token.decode(errors="replace").strip()
+            if len(text) > 2 and text.startswith("<") and text.endswith(">"):
+                found[text] = token_id
+    return found
 
 
 def _render(conversation: list[Mapping[str, Any]], adapter: str, options: TokenizeOptions) -> _Rendering:

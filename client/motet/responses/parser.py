@@ -81,6 +81,11 @@ class ResponseParser:
         self._content.drop_space()
         self._reasoning.drop_space()
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._field is not None and self._field.kind is Kind.REASONING
+
     def push(self, text: str) -> list[Event]:
         """What further text reports."""
         events: list[Event] = []

@@ -47,10 +47,11 @@ class _Instruction:
 class Pattern:
     """What to look for."""
 
-    def __init__(self, program: Sequence[_Instruction], names: frozenset[str]) -> None:
+    def __init__(self, program: Sequence[_Instruction], names: frozenset[str], source: str) -> None:
         """Use `literals` and `expression`. `names`: of the groups."""
         self.program = program
         self.names = names
+        self.source = source  # the expression
         inner = _closure(program, [(0, 1, ())], 1)
         if any(program[pc].op == "match" for pc, _, _ in inner):
             raise PatternError("matches the empty text; a mark needs a character")
@@ -70,7 +71,7 @@ class Pattern:
         if len(source) > max_chars:
             raise PatternError(f"has {len(source)} characters; at most {max_chars}")
         compiler = _Compiler(source)
-        return cls(compiler.program, frozenset(compiler.names))
+        return cls(compiler.program, frozenset(compiler.names), source)
 
 
 class Search:

@@ -144,5 +144,18 @@ def _as_json(text: str) -> str:
             warnings.simplefilter("ignore")  # of escapes that Python does not know
             value = ast.literal_eval(_JSON_WORDS.get(stripped, stripped))
         return json.dumps(value, allow_nan=False)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return _json_itself(stripped)
+
+
+def _json_itself(text: str) -> str:
+    """A value that is JSON and no literal of Python, such as `[true]`. Raises MalformedError."""
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise MalformedError from error
+    return text
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
