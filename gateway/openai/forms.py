@@ -14,15 +14,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from motet import AsyncClient, Chunk
+from motet import AsyncClient, Chunk, InvalidArgument, Lark
+from motet.inputs.constraints import Constraint
 from motet.model.calls import ModelFacts, facts_call
 from motet.responses import ResponseForm, ResponseParser, TemplateError, find_form_async
 
 from gateway.http.keys import current_owner
+from gateway.openai.chats.tool_choice import ToolChoice, grammar_of
+from gateway.openai.chats.turns import Turn
+from gateway.openai.errors import refused
 from gateway.openai.messages import ChatBody
 from gateway.openai.models import KEPT_S, Source
 from gateway.openai.replies import Reply
-from gateway.openai.turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +80,20 @@ class Reading:
     """How one request's completions are read. Make it with `reading`."""
 
     def __init__(
-        self, body: ChatBody, source: Source, forms: Forms, form: ResponseForm | None, adapter_digest: str
+        self,
+        body: ChatBody,
+        choice: ToolChoice,
+        source: Source,
+        forms: Forms,
+        form: ResponseForm | None,
+        adapter_digest: str,
     ) -> None:
+        self.adapter_digest = adapter_digest  # of the version whose form was found
+        self.constraint = _constraint(body, choice, form)  # of the calls, for this version
         self._body = body
+        self._choice = choice
         self._source = source
         self._forms = forms
-        self._adapter_digest = adapter_digest
         self._form = self._wanted(form)
 
     @property
@@ -90,33 +101,49 @@ class Reading:
         """Whether there is anything but content to be read, for which special tokens must be in the text."""
         return self._form is not None
 
+    def source_of(self, source: Source) -> Source:
+        """What responds: a constraint is in the form of one version, which is named therefore."""
+        if self.constraint is None or not self.adapter_digest:
+            return source
+        return dataclasses.replace(source, adapter=source.adapter.partition("@")[0], digest=self.adapter_digest)
+
     async def into(
         self, reply: Reply, chunks: AsyncGenerator[tuple[int, Chunk, str], None], client: AsyncClient
     ) -> AsyncGenerator[tuple[int, Chunk, str], None]:
         """The same chunks; before the first one, `reply` learns how they are read."""
         async with contextlib.aclosing(chunks):
             has_begun = False
-            async for item in chunks:
-                if not has_begun:
-                    has_begun = True
-                    await self._begin(reply, item[1].adapter_digest, client)
-                yield item
+            try:
+                async for item in chunks:
+                    if not has_begun:
+                        has_begun = True
+                        await self._begin(reply, item[1].adapter_digest, client)
+                    yield item
+            except InvalidArgument as error:
+                is_ours = self.constraint is not None and any(
+                    violation.field.startswith("constraint") for violation in error.field_violations
+                )
+                if is_ours:  # the schema of a function
+                    raise refused("tools", error.message) from error
+                raise
 
     async def _begin(self, reply: Reply, digest: str, client: AsyncClient) -> None:
-        if digest != self._adapter_digest:  # a canary, or a version that became active a moment ago
+        if digest != self.adapter_digest:  # a canary, or a version that became active a moment ago
             source = Source(self._source.adapter.partition("@")[0], digest)
             form, _ = await self._forms.find(source, self._body.chat_template_kwargs or {}, client)
             self._form = self._wanted(form)
         if (form := self._form) is not None:
             only_first = self._body.parallel_tool_calls is False
-            reply.read_with(lambda: Turn(self._parser(form), only_first_call=only_first))
+            reply.read_with(
+                lambda: Turn(self._parser(form), only_first_call=only_first, is_named=self._choice.is_named)
+            )
 
     def _wanted(self, form: ResponseForm | None) -> ResponseForm | None:
         """The form without calls where the request offers no tools; None if only content is left of it."""
         if form is None:
             return None
         fields = form.template.fields
-        if not self._body.tools or self._body.tool_choice == "none":
+        if not self._choice.is_offered:
             fields = {name: field for name, field in fields.items() if field.call is None}
         if all(field is form.template.implicit for field in fields.values()):
             return None
@@ -130,10 +157,23 @@ class Reading:
         return ResponseParser(form.template) if self._body.add_generation_prompt is False else form.parser()
 
 
-async def reading(body: ChatBody, source: Source, forms: Forms, client: AsyncClient) -> Reading:
-    """How the completions of a request are read. Raises MotetError."""
+async def reading(body: ChatBody, choice: ToolChoice, source: Source, forms: Forms, client: AsyncClient) -> Reading:
+    """How the completions of a request are read, and what they have to be for it. Raises Refusal, MotetError."""
     form, digest = await forms.find(source, body.chat_template_kwargs or {}, client)
-    return Reading(body, source, forms, form, digest)
+    return Reading(body, choice, source, forms, form, digest)
+
+
+def _constraint(body: ChatBody, choice: ToolChoice, form: ResponseForm | None) -> Constraint | None:
+    grammar = grammar_of(choice, body.tools or (), form, is_parallel=body.parallel_tool_calls is not False)
+    if grammar is None:
+        return None
+    for name, is_given in (
+        ("continue_final_message", body.continue_final_message),
+        ("add_generation_prompt", body.add_generation_prompt is False),
+    ):
+        if is_given:
+            raise refused(name, "is not served with calls that are required or strict; leave one of them out")
+    return Lark(grammar)
 
 
 def _text(content: object) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from motet import GenerateOptions
 
+from gateway.openai.chats.tool_choice import ToolChoice
 from gateway.openai.errors import refused
 from gateway.openai.formats import constraint_of
 from gateway.openai.messages import Body, ChatBody, CompletionBody
@@ -85,7 +86,7 @@ def completion_options(body: CompletionBody) -> GenerateOptions:
     return options
 
 
-def chat_options(body: ChatBody) -> GenerateOptions:
+def chat_options(body: ChatBody, choice: ToolChoice) -> GenerateOptions:
     """Options of a chat completion. Raises Refusal."""
     check(body)
     options = _options(body)
@@ -96,9 +97,7 @@ def chat_options(body: ChatBody) -> GenerateOptions:
         raise refused("top_logprobs", "needs logprobs; give true, or leave top_logprobs out")
     if body.logprobs:
         _set_logprobs(options, "top_logprobs", body.top_logprobs or 0)
-    if body.tool_choice not in (None, "auto", "none"):
-        raise refused("tool_choice", "is served as 'auto' and 'none' only")
-    if body.tools and body.tool_choice != "none":
+    if choice.is_offered and body.tools:
         options["tools"] = body.tools
     if body.chat_template_kwargs:
         options["template_kwargs"] = body.chat_template_kwargs

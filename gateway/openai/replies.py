@@ -11,7 +11,7 @@ from typing import Any
 
 from motet import Chunk, FinishReason, TokenLogprob, TokenLogprobs
 
-from gateway.openai.turns import Turn
+from gateway.openai.chats.turns import Turn
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Reply:
         is_last = chunk.finish_reason is not None
         if choice.turn is not None:
             choice.deltas = choice.turn.read(chunk.text, is_last=is_last)
-            if choice.turn.has_calls and choice.finish_reason == "stop":
+            if choice.turn.ends_with_calls and choice.finish_reason == "stop":
                 choice.finish_reason = "tool_calls"
         else:
             choice.deltas = [{"content": chunk.text}] if chunk.text else []

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from gateway.http.bodies import Bodies
 from gateway.http.upstream import Upstream
+from gateway.openai.chats.tool_choice import tool_choice_of
 from gateway.openai.embeddings import EmbeddingBody, embeddings
 from gateway.openai.errors import refused
 from gateway.openai.forms import Forms, Reading, reading
@@ -68,14 +69,18 @@ class _Api:
 
     async def chat_completions(self, request: Request) -> Any:
         body = await self._body(request, ChatBody)
-        options = chat_options(body)
+        choice = tool_choice_of(body.tool_choice, body.tools)
+        options = chat_options(body, choice)
         client = self._upstream.client
         source = await self._models.resolve(body.model, client, is_checked=True)
-        read = await reading(body, source, self._forms, client)
+        read = await reading(body, choice, source, self._forms, client)
         if read.is_needed:
             options["skip_special_tokens"] = False
+        if read.constraint is not None:
+            options["constraint"] = read.constraint
         reply = Reply(body.model, is_chat=True, n=body.n or 1)
-        return await self._respond(request, body, reply, [body.messages], _with(options, source, reply), read)
+        options = _with(options, read.source_of(source), reply)
+        return await self._respond(request, body, reply, [body.messages], options, read)
 
     async def embeddings(self, request: Request) -> Response:
         body = await decoded(self._bodies, request, EmbeddingBody)

@@ -67,7 +67,9 @@ def _functions(
         if not isinstance(function, Mapping) or not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
             raise GrammarError(place, f"is not an object with a name of 1 to {MAX_NAME_CHARS} characters")
         if name in all_names:
-            raise GrammarError(f"{place}.name", f"is {name[:64]!r}, as that of another one; give each a name of its own")
+            raise GrammarError(
+                f"{place}.name", f"is {name[:64]!r}, as that of another one; give each a name of its own"
+            )
         all_names.add(name)
         strict, schema = function.get("strict"), function.get("parameters")
         if strict is not None and not isinstance(strict, bool):
@@ -88,9 +90,7 @@ def _functions(
 class _Writer:
     """Writes one grammar."""
 
-    def __init__(
-        self, form: ResponseForm, field: Field, functions: Sequence[_Function], *, is_parallel: bool
-    ) -> None:
+    def __init__(self, form: ResponseForm, field: Field, functions: Sequence[_Function], *, is_parallel: bool) -> None:
         open_mark, close_mark = opening(field), closing(field)
         if field.open is None or field.call is None or open_mark is None or close_mark is None:
             raise GrammarError("tools", "cannot be constrained: a mark of this model's response template has no text")
@@ -154,7 +154,9 @@ class _Writer:
         """One call, without marks."""
         if self._call.syntax == "pythonic":
             arguments = keyword_arguments(self._rules, name, function.schema, function.place)
-            return f'{quoted(function.name)} "(" W? {arguments} W? ")"' if arguments else f'{quoted(function.name)} "()"'
+            return (
+                f'{quoted(function.name)} "(" W? {arguments} W? ")"' if arguments else f'{quoted(function.name)} "()"'
+            )
         arguments = object_arguments(self._rules, name, function.schema, function.place)
         if self._call.name_key is None or self._call.arguments_key is None:
             return arguments

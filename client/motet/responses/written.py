@@ -61,7 +61,9 @@ def _example(char: re.Pattern[str], source: str) -> str:
 
 
 def _mark_of(path: tuple[str, ...], name_group: str | None) -> WrittenMark:
-    before, after, is_name, is_after = [], [], False, False
+    before: list[str] = []
+    after: list[str] = []
+    is_name = is_after = False
     for step in path:
         kind, _, value = step.partition(" ")
         if kind == "save" and value[:-1] == name_group:

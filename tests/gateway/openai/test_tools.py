@@ -170,12 +170,11 @@ def test_all_completions_and_all_logprobs_come_whole_and_streamed(api: openai.Op
     assert sum(map(len, tokens)) == whole.usage.completion_tokens
 
 
-def test_a_call_of_required_or_named_tools_is_refused_by_name(api: openai.OpenAI) -> None:
-    choices: list[Any] = ["required", {"type": "function", "function": {"name": "look_up"}}]
-    for wanted in choices:
-        with pytest.raises(openai.BadRequestError) as caught:
-            api.chat.completions.create(model="plain", tool_choice=wanted, **GIVEN)
-        assert caught.value.param == "tool_choice"
+def test_a_required_call_comes_behind_the_reasoning(api: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "look_up"}}
+    choice = api.chat.completions.create(model="plain", tool_choice=named, **GIVEN).choices[0]
+    assert (choice.message.model_extra or {})["reasoning_content"] == "Hm, weather."
+    assert calls(choice.message) == BOTH[:1] and (choice.message.content, choice.finish_reason) == (None, "stop")
 
 
 def test_a_message_that_goes_on_is_read_from_where_it_ended(api: openai.OpenAI) -> None:

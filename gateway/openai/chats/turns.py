@@ -11,10 +11,14 @@ from motet.responses import CallArguments, CallEnd, CallStart, Content, Event, R
 
 
 class Turn:
-    """Reads one completion. With `only_first_call`, calls after the first one are left out."""
+    """Reads one completion. With `only_first_call`, calls after the first one are left out.
 
-    def __init__(self, parser: ResponseParser, *, only_first_call: bool = False) -> None:
-        self.has_calls = False  # at least one that is complete
+    `is_named`: the request names the function to call; such a call is no reason why the completion ends.
+    """
+
+    def __init__(self, parser: ResponseParser, *, only_first_call: bool = False, is_named: bool = False) -> None:
+        self.ends_with_calls = False  # at least one that is complete
+        self._is_named = is_named
         self._parser = parser
         self._only_first_call = only_first_call
         self._content: list[str] = []
@@ -60,7 +64,7 @@ class Turn:
                 self._calls[index][2].append(text)
                 call = {"index": index, "function": {"arguments": text}}
             case CallEnd(_, is_complete):
-                self.has_calls = self.has_calls or is_complete
+                self.ends_with_calls = self.ends_with_calls or (is_complete and not self._is_named)
                 return None
         return {"tool_calls": [call]}
 
