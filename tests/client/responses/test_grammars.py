@@ -51,8 +51,9 @@ class Vocabulary:
         self.tokenizer.decoder = decoders.ByteLevel()
         self.tokenizer.add_special_tokens(["<end>", *(MARKS if marks else [])])
         self.size = self.tokenizer.get_vocab_size()
-        self.end = self.tokenizer.token_to_id("<end>")
-        self.marks = {mark: self.tokenizer.token_to_id(mark) for mark in MARKS} if marks else {}
+        ids = self.tokenizer.get_vocab()
+        self.end = ids["<end>"]
+        self.marks = {mark: ids[mark] for mark in MARKS} if marks else {}
         self.guide = llguidance.LLTokenizer(self.tokenizer.to_str(), n_vocab=self.size, eos_token=[self.end])
 
     def written(self, grammar: str, draw: random.Random, *, most: int = 400) -> str | None:
@@ -179,10 +180,11 @@ def test_what_cannot_be_written_is_named(form: str, tools: list[Any], field: str
 
 
 def test_a_template_without_calls_or_with_unwritten_marks_is_refused(vocabulary: Vocabulary) -> None:
-    for fields in (
+    templates: list[dict[str, Any]] = [
         {"content": {}},
         {"content": {}, "tool_calls": {"open_pattern": "a$", "close": "b", "content": "json", "transform": {
             "type": "function", "function": "{content}"}}},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for fields in templates:
         with pytest.raises(GrammarError, match="response template"):
             call_grammar(ResponseForm(load_template({"fields": fields})), TOOLS, is_required=True)
