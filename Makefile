@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV := .venv
 STUBS_VENV := .venv-stubs
+DEPLOY_VENV := .venv-deploy
 BIN := $(abspath $(VENV))/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
@@ -25,7 +26,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format dist sdk-reference adapter-fields check gpu-check soak faults kills churn mutate clean
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format dist check-deploy manifests sdk-reference adapter-fields check gpu-check soak faults kills churn mutate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -74,6 +75,11 @@ $(STUBS_VENV)/.stamp:
 	$(PYTHON) -m venv $(STUBS_VENV)
 	$(STUBS_VENV)/bin/python -m pip --disable-pip-version-check install \
 	  "grpcio-tools==1.74.0" "grpcio==1.85.1" "protobuf==6.33.6" "googleapis-common-protos==1.76.0"
+	@touch $@
+
+$(DEPLOY_VENV)/.stamp: deploy/requirements.txt
+	$(PYTHON) -m venv $(DEPLOY_VENV)
+	$(DEPLOY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r deploy/requirements.txt
 	@touch $@
 
 setup: $(VENV)/.stamp-server  ## the environment of the server, the demo and the tests
@@ -144,7 +150,13 @@ sdk-reference: setup  ## write docs/sdk.md anew from the SDK's docstrings
 adapter-fields: setup  ## write the lists in docs/adapters.md anew from the tables of fields and kinds
 	$(PY) .ci/adapter_fields.py
 
-check: lint type check-stubs test  ## all of it
+check-deploy: $(DEPLOY_VENV)/.stamp  ## check images, manifests, chart and units in deploy/
+	PATH="$(abspath $(DEPLOY_VENV))/bin:$$PATH" PYTHONPATH= $(DEPLOY_VENV)/bin/python deploy/check.py
+
+manifests: $(DEPLOY_VENV)/.stamp  ## render deploy/kubernetes/motet.yaml from the chart
+	PATH="$(abspath $(DEPLOY_VENV))/bin:$$PATH" PYTHONPATH= $(DEPLOY_VENV)/bin/python deploy/check.py --write
+
+check: lint type check-stubs check-deploy test  ## all of it
 
 clean:  ## remove environments, caches and the demo's model
-	rm -rf $(VENV) $(STUBS_VENV) .motet .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(STUBS_VENV) $(DEPLOY_VENV) .motet .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
