@@ -7,10 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
-from starlette.routing import Mount
+from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.config import GatewayConfig
+from gateway.document import document_route
 from gateway.http.bodies import Bodies
 from gateway.http.health import health_routes
 from gateway.http.keys import Keys
@@ -23,7 +24,7 @@ from gateway.openai.models import Models
 from gateway.openai.routes import openai_routes
 from gateway.registry.routes import registry_routes
 from gateway.tinker.futures import Futures
-from gateway.tinker.routes import tinker_app
+from gateway.tinker.routes import tinker_app, tinker_routes
 from gateway.tinker.samples import Samples
 from gateway.vllm.routes import vllm_routes
 
@@ -44,18 +45,20 @@ def gateway_app(config: GatewayConfig, place: Place | None = None) -> Starlette:
         bodies, timeout_s = Bodies(config.http.max_body_bytes, upstream.check_key), config.http.request_timeout_s
         models = Models(config.http.base_model_names)
         samples = Samples(upstream, futures, bodies, siblings, timeout_s)
-        tinker = tinker_app(upstream, samples, bodies, config.http.base_model_names)
+        tinker = tinker_routes(upstream, samples, bodies, config.http.base_model_names)
         await siblings.listen(samples.serve)
-        routes = [
+        known: list[BaseRoute] = [
             *health_routes(upstream),
             metrics.route(),
             *vllm_routes(upstream, bodies, models, timeout_s),
             *registry_routes(upstream, bodies, config.registry, timeout_s),
-            Mount("/api/v1", tinker),
             Mount("/v1", routes=openai_routes(upstream, bodies, config.openai, models, timeout_s)),
         ]
+        described = [*known, Mount("/api/v1", routes=tinker)]
+        document = document_route(described)
+        routes = [document, *known, Mount("/api/v1", tinker_app(tinker))]
         app = Starlette(routes=routes, exception_handlers=dict(EXCEPTION_HANDLERS))
-        joined.app = metrics.counted(Keys(Traces(app)), routes)
+        joined.app = metrics.counted(Keys(Traces(app)), [document, *described])
         sweeping = asyncio.create_task(_sweep(futures))
         try:
             yield

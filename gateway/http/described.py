@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 JSON = "application/json"
+FORM_MEDIA = "multipart/form-data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class Description:
 
     summary: str
     body: Any = None  # the type that its body is decoded as; None: it takes none
-    body_media: tuple[str, ...] = (JSON,)
+    form: Mapping[str, Any] = field(default_factory=dict)  # schema of each part, where it may come as a form, too
     response: Any = None  # the type of its JSON; None: any JSON object
     response_media: tuple[str, ...] = (JSON,)
     query: Mapping[str, str] = field(default_factory=dict)  # name to meaning; all may be left out

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
+from gateway.http.described import Described, Description
 from gateway.http.upstream import Upstream
 
 
-def health_routes(upstream: Upstream) -> list[Route]:
+def health_routes(upstream: Upstream) -> list[Described]:
     """`/healthz`: the process runs. `/readyz`: Motet responds, too."""
 
     async def healthz(_request: Request) -> Response:
@@ -20,4 +20,7 @@ def health_routes(upstream: Upstream) -> list[Route]:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "Motet's server does not respond"}, status_code=503)
 
-    return [Route("/healthz", healthz), Route("/readyz", readyz)]
+    return [
+        Described("GET", "/healthz", healthz, Description(summary="The process runs", is_open=True)),
+        Described("GET", "/readyz", readyz, Description(summary="Motet's server responds, too", is_open=True)),
+    ]

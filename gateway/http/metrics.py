@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.http.described import Described, Description
 from gateway.http.siblings import Place
 
 NO_ROUTE = "none"
@@ -51,7 +52,7 @@ class Metrics:
             buckets=_BUCKETS,
         )
 
-    def route(self) -> Route:
+    def route(self) -> Described:
         """`/metrics`. It needs no key."""
 
         async def metrics(_request: Request) -> Response:
@@ -61,7 +62,8 @@ class Metrics:
                 MultiProcessCollector(registry, str(self._place.metrics_dir))  # type: ignore[no-untyped-call]
             return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
-        return Route("/metrics", metrics, methods=["GET"])
+        about = Description(summary="Metrics for Prometheus", response_media=("text/plain",), is_open=True)
+        return Described("GET", "/metrics", metrics, about)
 
     def counted(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> ASGIApp:
         """`app`, whose requests are counted by the route of `routes` that they match."""

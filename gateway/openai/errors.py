@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from motet import MotetError
 
 from gateway.http.errors import Refusal, refusal_from
@@ -38,6 +39,21 @@ class FieldRefusal(Refusal):
         super().__init__(status, message)
         self.param = param
         self.code = code
+
+
+class Problem(msgspec.Struct):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None  # the field that it is about
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every refusal."""
+
+    error: Problem
 
 
 def refused(param: str, what: str) -> FieldRefusal:
@@ -79,16 +95,21 @@ def refusal_of(error: MotetError | Refusal) -> Refusal:
     return refusal
 
 
-def error_body(refusal: Refusal) -> dict[str, Any]:
-    """The body of a refusal."""
+def problem_of(refusal: Refusal) -> Problem:
+    """What a refusal says."""
     kind = "invalid_request_error" if refusal.status < 429 else "server_error"
     if refusal.status == 429:
         kind = "rate_limit_error"
     param, code = getattr(refusal, "param", None), getattr(refusal, "code", None)
-    error = {"message": refusal.message, "type": kind, "param": param, "code": code or _CODES.get(refusal.status)}
-    if refusal.status == 404 and code is None:
-        error["code"] = None
-    return {"error": error}
+    if code is None and refusal.status != 404:
+        code = _CODES.get(refusal.status)
+    return Problem(refusal.message, kind, param, code)
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """The body of a refusal."""
+    body: dict[str, Any] = msgspec.to_builtins(ErrorBody(problem_of(refusal)))
+    return body
 
 
 def _param_of(error: MotetError) -> str | None:

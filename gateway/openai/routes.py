@@ -11,9 +11,9 @@ from motet import AsyncClient, GenerateOptions
 from motet.requests import Prompt
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from gateway.http.bodies import Bodies
+from gateway.http.described import JSON, Described, Description
 from gateway.http.upstream import Upstream
 from gateway.openai.chats.tool_choice import tool_choice_of
 from gateway.openai.embeddings import EmbeddingBody, embeddings
@@ -33,15 +33,21 @@ B = TypeVar("B", bound=Body)
 
 def openai_routes(
     upstream: Upstream, bodies: Bodies, settings: OpenAiSettings, models: Models, timeout_s: float
-) -> list[Route]:
+) -> list[Described]:
     """The API, to be mounted at `/v1` with EXCEPTION_HANDLERS. `timeout_s` bounds one generation."""
     api = _Api(upstream, bodies, settings, models, timeout_s)
+    streamed = (JSON, "text/event-stream")
+
+    def about(summary: str, body: Any = None, media: tuple[str, ...] = (JSON,), **query: str) -> Description:
+        return Description(summary=summary, body=body, response_media=media, query=query)
+
+    listing = about("Models, the base model first", after="the model before", limit=f"1 to {MAX_LISTED}")
     return [
-        Route("/completions", api.completions, methods=["POST"]),
-        Route("/chat/completions", api.chat_completions, methods=["POST"]),
-        Route("/embeddings", api.embeddings, methods=["POST"]),
-        Route("/models", api.list_models, methods=["GET"]),
-        Route("/models/{model:path}", api.get_model, methods=["GET"]),
+        Described("POST", "/completions", api.completions, about("Continue prompts", CompletionBody, streamed)),
+        Described("POST", "/chat/completions", api.chat_completions, about("Continue a chat", ChatBody, streamed)),
+        Described("POST", "/embeddings", api.embeddings, about("Vectors of texts or token ids", EmbeddingBody)),
+        Described("GET", "/models", api.list_models, listing),
+        Described("GET", "/models/{model:path}", api.get_model, about("One model")),
     ]
 
 

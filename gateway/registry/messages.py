@@ -11,6 +11,8 @@ import msgspec
 from motet import Adapter, AdapterVersion, AdapterVisibility
 from motet.types import AdapterTier, Residency
 
+from gateway.openai.errors import Problem
+
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A body, strictly."""
@@ -118,15 +120,6 @@ class Residencies(msgspec.Struct):
     """What became of each place."""
 
     results: list[Residency]
-
-
-class Problem(msgspec.Struct):
-    """What was wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
 
 
 class Operation(msgspec.Struct):

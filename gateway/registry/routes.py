@@ -18,12 +18,12 @@ from gateway.http.bodies import Bodies
 from gateway.http.described import JSON, Described, Description
 from gateway.http.errors import Refusal
 from gateway.http.upstream import Upstream
-from gateway.openai.errors import error_body, refused
+from gateway.openai.errors import error_body, problem_of, refused
 from gateway.openai.handlers import decoded
 from gateway.registry import messages
 from gateway.registry.errors import registry_refusal
 from gateway.registry.settings import RegistrySettings
-from gateway.registry.uploads import UPLOAD_MEDIA, Uploads, probe_id
+from gateway.registry.uploads import FORM, Uploads, probe_id
 
 PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
@@ -36,7 +36,7 @@ _PAGES = {
 _UPLOAD = Description(
     summary="Register an adapter or a version: an upload, or as JSON a place that the operator listed",
     body=messages.FromRoot,
-    body_media=(UPLOAD_MEDIA, JSON),
+    form=FORM,
     response=Adapter | messages.Operation,
 )
 Handler = Callable[[Request], Awaitable[Any]]
@@ -253,7 +253,7 @@ def _operation(operation: Any) -> messages.Operation:
     try:
         calls.check_operation(operation)
     except MotetError as error:
-        shown.error = messages.Problem(**error_body(registry_refusal(error))["error"])
+        shown.error = problem_of(registry_refusal(error))
         return shown
     if operation.done and operation.response.type_url.endswith("/motet.v1.Adapter"):
         shown.adapter = calls.adapter_of_operation(operation)

@@ -29,13 +29,18 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from gateway.http.bodies import GRACE_S, LEAST_BYTES_PER_S
+from gateway.http.described import FORM_MEDIA
 from gateway.http.errors import Refusal
 from gateway.openai.errors import refused
 from gateway.registry.settings import RegistrySettings
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE, *COMPANION_FILES, SIGNATURE_FILE, WEIGHTS_ARRAY, ROWS_ARRAY, EXACT_ARRAY)
-UPLOAD_MEDIA = "multipart/form-data"
 SETTINGS, FILE = "settings", "files"  # names of the parts
+# What the parts are, as JSON Schema.
+FORM = {
+    SETTINGS: {"type": "string", "contentMediaType": "application/json", "description": "as Settings, without source"},
+    FILE: {"type": "array", "items": {"type": "string", "contentMediaType": "application/octet-stream"}},
+}
 MAX_SETTINGS_BYTES = 256 << 10
 _LATER = {"retry-after": "1", "retry-after-ms": "1000"}
 
@@ -54,7 +59,7 @@ class Uploads:
         """The part `settings`, and a folder with the files, which is removed afterwards. Raises Refusal, MotetError."""
         kind, options = parse_options_header(request.headers.get("content-type", ""))
         boundary = options.get(b"boundary", b"")
-        if kind != UPLOAD_MEDIA.encode() or not 1 <= len(boundary) <= 70:
+        if kind != FORM_MEDIA.encode() or not 1 <= len(boundary) <= 70:
             raise Refusal(415, "send multipart/form-data with a boundary of at most 70 bytes, or application/json")
         most = self._settings.max_upload_bytes
         announced = request.headers.get("content-length", "")

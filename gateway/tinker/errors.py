@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 from motet import MotetError
 from starlette.responses import JSONResponse, Response
 
 from gateway.http.errors import Refusal, refusal_from
+
+
+class DetailBody(msgspec.Struct):
+    """The body of every refusal."""
+
+    detail: str
+
 
 _CONFLICT = 409
 _BAD_REQUEST = 400
@@ -16,4 +24,4 @@ def response_to(error: Refusal | MotetError) -> Response:
     refusal = refusal_from(error) if isinstance(error, MotetError) else error
     status = _BAD_REQUEST if refusal.status == _CONFLICT else refusal.status
     headers = {} if status != refusal.status else dict(refusal.headers)
-    return JSONResponse({"detail": refusal.message}, status_code=status, headers=headers)
+    return JSONResponse(msgspec.to_builtins(DetailBody(refusal.message)), status_code=status, headers=headers)

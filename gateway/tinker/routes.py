@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import http
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from motet import MotetError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway.http.bodies import Bodies
+from gateway.http.described import JSON, Described, Description
 from gateway.http.errors import Refusal
 from gateway.http.keys import Keys
 from gateway.http.upstream import Upstream
@@ -43,31 +45,42 @@ TRAINING = (
 )
 
 
-def tinker_app(upstream: Upstream, samples: Samples, bodies: Bodies, base_names: tuple[str, ...]) -> ASGIApp:
-    """The protocol as an ASGI application, to be mounted at `/api/v1`."""
+def tinker_routes(upstream: Upstream, samples: Samples, bodies: Bodies, base_names: tuple[str, ...]) -> list[Described]:
+    """The routes, below `/api/v1`."""
     sessions = _Sessions(upstream, bodies, base_names)
-    posts: Mapping[str, Handler] = {
-        "client/config": _client_config,
-        "client/dynamic_config": _dynamic_config,
-        "create_session": sessions.create,
-        "session_heartbeat": sessions.heartbeat,
-        "sessions/{session_id}/finish": sessions.finish,
-        "create_sampling_session": sessions.create_sampling,
-        "telemetry": sessions.drop_telemetry,
-        **{action: samples.handler(action) for action in samples.actions},
-        **dict.fromkeys(TRAINING, _refuse_training),
+    posts: Mapping[str, tuple[Handler, Any]] = {
+        "client/config": (_client_config, None),
+        "client/dynamic_config": (_dynamic_config, None),
+        "create_session": (sessions.create, messages.CreateSession),
+        "session_heartbeat": (sessions.heartbeat, messages.SessionHeartbeat),
+        "sessions/{session_id}/finish": (sessions.finish, None),
+        "create_sampling_session": (sessions.create_sampling, messages.CreateSamplingSession),
+        "telemetry": (sessions.drop_telemetry, None),
+        **{action: (samples.handler(action), body) for action, body in samples.bodies.items()},
+        **dict.fromkeys(TRAINING, (_refuse_training, None)),
     }
     gets: Mapping[str, Handler] = {
         "healthz": _healthz,
         "get_server_capabilities": sessions.capabilities,
         "samplers/{sampling_session_id}": sessions.sampler,
     }
+    of_samples = Description(summary="", response_media=(JSON, "application/x-protobuf"))
+    return [
+        *(
+            Described("POST", f"/{path}", handler, replace(of_samples, summary=f"Tinker: {path}", body=body))
+            for path, (handler, body) in posts.items()
+        ),
+        *(
+            Described("GET", f"/{path}", handler, Description(summary=f"Tinker: {path}", is_open=path == "healthz"))
+            for path, handler in gets.items()
+        ),
+    ]
+
+
+def tinker_app(routes: Sequence[Described]) -> ASGIApp:
+    """The protocol as an ASGI application, to be mounted at `/api/v1`."""
     app = Starlette(
-        routes=[
-            *(Route(f"/{path}", handler, methods=["POST"]) for path, handler in posts.items()),
-            *(Route(f"/{path}", handler, methods=["GET"]) for path, handler in gets.items()),
-        ],
-        exception_handlers={Refusal: _refused, MotetError: _refused, HTTPException: _no_route},
+        routes=routes, exception_handlers={Refusal: _refused, MotetError: _refused, HTTPException: _no_route}
     )
     return Keys(app, prefix=KEY_PREFIX)
 

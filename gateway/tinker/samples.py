@@ -47,10 +47,19 @@ class Samples:
         self._bodies = bodies
         self._siblings = siblings
         self._timeout_s = timeout_s
-        self.actions: Mapping[str, Callable[[bytes], Awaitable[Response]]] = {
+        self._handlers: Mapping[str, Callable[[bytes], Awaitable[Response]]] = {
             "asample": self._start,
             "retrieve_future": self._retrieve,
             "cancel_future": self._cancel,
+        }
+
+    @property
+    def bodies(self) -> Mapping[str, type[messages.Message]]:
+        """What each of the calls takes."""
+        return {
+            "asample": messages.SampleRequest,
+            "retrieve_future": messages.RetrieveFuture,
+            "cancel_future": messages.CancelFuture,
         }
 
     def handler(self, action: str) -> Callable[[Request], Awaitable[Response]]:
@@ -59,7 +68,7 @@ class Samples:
         async def handle(request: Request) -> Response:
             body = await self._bodies.read(request)
             if (home := self._home_of(body)) is None:
-                return await self.actions[action](body)
+                return await self._handlers[action](body)
             result = await self._siblings.hand_over(home, Call(action, current_key(), TRACEPARENT.get(), body))
             return Response(result.body, status_code=result.status, headers=result.headers)
 
@@ -70,7 +79,7 @@ class Samples:
         set_key(call.key)
         TRACEPARENT.set(call.trace)
         try:
-            response = await self.actions[call.action](call.body)
+            response = await self._handlers[call.action](call.body)
         except (Refusal, MotetError) as error:
             response = response_to(error)
         return Result(response.status_code, dict(response.headers), bytes(response.body))

@@ -63,4 +63,6 @@ def _tier(tier: AdapterTier | str) -> adapters_pb2.AdapterTier:
 
 
 def _wait(wait_s: float) -> Any:
+    if wait_s < 0:  # the call would have no time itself, and end with DEADLINE_EXCEEDED
+        raise invalid_field("wait", f"is {wait_s!r} seconds; give 0 or more")
     return duration_of(wait_s, "wait")

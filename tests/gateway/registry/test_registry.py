@@ -148,6 +148,8 @@ def test_an_adapter_is_changed_loaded_pinned_and_unloaded(registry: Registry) ->
     [unloaded] = registry.send("POST", f"{path}/unload", json={"tier": "arena"}).json()["results"]
     assert unloaded["tier"] == "arena"
     assert registry.send("POST", f"{path}/load", json={"tier": "moon"}).status_code == 400
+    hasty = registry.send("POST", f"{path}/load", json={"wait_s": -1e9})
+    assert hasty.status_code == 400 and hasty.json()["error"]["param"] == "wait"
 
 
 def test_a_place_of_the_operator_is_registered_as_an_operation(registry: Registry) -> None:

@@ -13,7 +13,7 @@ from gateway.http.settings import HttpSettings
 from gateway.http.siblings import Place, Siblings
 from gateway.http.upstream import Upstream
 from gateway.tinker.futures import Futures
-from gateway.tinker.routes import TRAINING, tinker_app
+from gateway.tinker.routes import TRAINING, tinker_app, tinker_routes
 from gateway.tinker.samples import Samples
 
 SAMPLING = f"motet-{'0' * 32}:sample:0:base"
@@ -30,7 +30,7 @@ class Rig:
         self.upstream = Upstream(config.http)
         bodies = Bodies(1 << 20)
         samples = Samples(self.upstream, self.futures, bodies, Siblings(Place()), 10.0)
-        app = tinker_app(self.upstream, samples, bodies, config.http.base_model_names)
+        app = tinker_app(tinker_routes(self.upstream, samples, bodies, config.http.base_model_names))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     async def post(self, path: str, body: dict[str, object]) -> httpx.Response:
