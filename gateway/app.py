@@ -16,6 +16,7 @@ from gateway.http.bodies import Bodies
 from gateway.http.health import health_routes
 from gateway.http.keys import Keys
 from gateway.http.metrics import Metrics
+from gateway.http.origins import Origins
 from gateway.http.siblings import Place, Siblings
 from gateway.http.traces import Traces
 from gateway.http.upstream import Upstream
@@ -58,7 +59,8 @@ def gateway_app(config: GatewayConfig, place: Place | None = None) -> Starlette:
         document = document_route(described)
         routes = [document, *known, Mount("/api/v1", tinker_app(tinker))]
         app = Starlette(routes=routes, exception_handlers=dict(EXCEPTION_HANDLERS))
-        joined.app = metrics.counted(Keys(Traces(app)), [document, *described])
+        guarded = Origins(Keys(Traces(app)), config.http.allowed_origins)
+        joined.app = metrics.counted(guarded, [document, *described])
         sweeping = asyncio.create_task(_sweep(futures))
         try:
             yield

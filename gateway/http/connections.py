@@ -34,9 +34,12 @@ class Connections:
     """
 
     def __init__(
-        self, most: int, context: ssl.SSLContext | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        most: int,
+        context: Callable[[], ssl.SSLContext] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`context`: connections begin with TLS."""
+        """`context`: connections begin with TLS, each with what this returns then."""
         self.clock = clock
         self._most = most
         self._context = context
@@ -49,7 +52,7 @@ class Connections:
 
     def protocol(self, **arguments: Any) -> asyncio.Protocol:
         """What uvicorn makes for each connection."""
-        return Connection(self, self._context, **arguments)
+        return Connection(self, None if self._context is None else self._context(), **arguments)
 
     def add(self, connection: Connection) -> bool:
         """Whether a new connection gets a place. It may take that of another one, which is ended."""

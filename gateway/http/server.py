@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from contract.ready_lines import gateway_ready
+from gateway.http.certificate import Certificate
 from gateway.http.connections import SWEEP_EVERY_S, Connections
 from gateway.http.settings import HttpSettings, split_address
 
@@ -55,21 +56,34 @@ async def serve(app: ASGIApp, settings: HttpSettings, listener: socket.socket, *
         proxy_headers=False,  # nothing here depends on what they say
         log_config=None,  # the process has set up its log
         server_header=False,
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=round(settings.drain_timeout_s),
     )
     config.load()
+    certificate = _certificate(settings)
     # The connections begin TLS themselves.
-    connections, config.ssl = Connections(settings.max_connections, config.ssl), None
+    connections = Connections(settings.max_connections, None if certificate is None else lambda: certificate.context)
     protocol: Any = connections.protocol
     config.http_protocol_class = protocol
-    sweeping = asyncio.create_task(_sweep(connections))
+    beside = [asyncio.create_task(_sweep(connections))]
+    if certificate is not None:
+        beside.append(asyncio.create_task(certificate.watch()))
     try:
         with listener:
             await _Announced(config, address_of(listener), leash).serve(sockets=[listener])
     finally:
-        sweeping.cancel()
+        for task in beside:
+            task.cancel()
+
+
+def _certificate(settings: HttpSettings) -> Certificate | None:
+    """None: no TLS. Raises OSError, which names the files."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    try:
+        return Certificate(settings.tls_cert, settings.tls_key)
+    except OSError as error:
+        reason = getattr(error, "reason", None) or error.strerror
+        raise OSError(f"--tls-cert, --tls-key: {settings.tls_cert}, {settings.tls_key}: {reason}") from error
 
 
 async def _sweep(connections: Connections) -> None:

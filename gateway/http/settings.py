@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from contract.settings import flags
 from contract.settings.flags import optional_path, setting
 
 SERVER_TLS_FLAGS = ("--server-tls-ca", "--server-tls-cert", "--server-tls-key")
+
+
+_ORIGIN = re.compile(r"https?://[a-z0-9.\[\]:-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,15 @@ class HttpSettings:
         unit="a count",
         lowest=1,
     )
+    allowed_origins: tuple[str, ...] = setting(
+        "origin of web pages that may use this server, such as https://chat.example.org, or *; may be repeated",
+        (),
+        name="--allow-origin",
+        metavar="ORIGIN",
+        shown_default="none",
+        parse=str,
+        is_repeatable=True,
+    )
     max_connections: int = setting(
         "connections of a process at once; above it a new one takes the place of one without a request",
         1024,
@@ -87,6 +100,11 @@ class HttpSettings:
     def __post_init__(self) -> None:
         if (mistake := flags.find_mistake(self)) is not None:
             raise ValueError(mistake)
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"--allow-origin: {origin!r} is not an origin; give SCHEME://HOST or SCHEME://HOST:PORT"
+                )
         host, port = split_address(self.listen)
         try:
             check_target(self.server)

@@ -26,7 +26,7 @@ class Port:
 
     def __init__(self, most: int, context: ssl.SSLContext | None = None) -> None:
         self.now_s = 0.0
-        self.connections = Connections(most, context, lambda: self.now_s)
+        self.connections = Connections(most, None if context is None else lambda: context, lambda: self.now_s)
         self.num_gone = 0  # requests whose client the application saw leave
         self.port = 0
         self._writers: list[asyncio.StreamWriter] = []

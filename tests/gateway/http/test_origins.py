@@ -1,0 +1,67 @@
+"""Requests of web pages, and requests whose body has two lengths."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from gateway.http.origins import Origins
+from gateway.http.settings import HttpSettings
+
+PAGE = "https://chat.example.org"
+
+
+def client(*allowed: str) -> httpx.AsyncClient:
+    async def respond(_request: Request) -> PlainTextResponse:
+        return PlainTextResponse("done")
+
+    app = Origins(Starlette(routes=[Route("/v1/models", respond, methods=["GET", "POST"])]), allowed)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+@pytest.mark.parametrize("origin", [PAGE, "null", "http://gateway", ""])
+async def test_a_page_is_refused(method: str, origin: str) -> None:
+    async with client() as http:
+        response = await http.request(method, "/v1/models", headers={"origin": origin})
+    assert response.status_code == 403 and "--allow-origin" in response.json()["error"]["message"]
+    assert "access-control-allow-origin" not in response.headers
+
+
+async def test_a_program_names_no_origin_and_is_served() -> None:
+    async with client() as http:
+        response = await http.post("/v1/models")
+    assert response.text == "done" and "access-control-allow-origin" not in response.headers
+
+
+async def test_an_allowed_page_is_served_and_may_read_the_response() -> None:
+    async with client(PAGE) as http:
+        response = await http.post("/v1/models", headers={"origin": PAGE})
+        assert response.text == "done" and response.headers["access-control-allow-origin"] == PAGE
+        more = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        before = await http.options("/v1/models", headers={"origin": PAGE, **more})
+        assert before.status_code == 200 and "authorization" in before.headers["access-control-allow-headers"]
+        other = await http.post("/v1/models", headers={"origin": "https://other.example.org"})
+        assert other.status_code == 403
+
+
+async def test_every_page_may_be_allowed() -> None:
+    async with client("*") as http:
+        assert (await http.post("/v1/models", headers={"origin": PAGE})).text == "done"
+
+
+async def test_a_body_with_two_lengths_is_refused() -> None:
+    async with client() as http:
+        headers = {"transfer-encoding": "chunked", "content-length": "3"}
+        response = await http.post("/v1/models", headers=headers, content=b"abc")
+    assert response.status_code == 400 and response.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://", "HTTPS://EXAMPLE.ORG", ""])
+def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+    with pytest.raises(ValueError, match=r"--allow-origin: .* is not an origin"):
+        HttpSettings(allowed_origins=(origin,))
