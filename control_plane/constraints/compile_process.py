@@ -41,6 +41,8 @@ def main() -> int:
                 text, is_grammar = compiled(json.loads(request), vocabulary), True
             except ValueError as error:
                 text, is_grammar = str(error), False
+            except MemoryError:
+                text, is_grammar = f"takes more than {setup['memory_limit_bytes'] >> 20} MiB to be compiled", False
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             write_frame(stream, text, is_result=is_grammar)
     return 0

@@ -1,6 +1,6 @@
 """Checks constraints in child processes, one for each vocabulary, and keeps what came out.
 
-A child that takes too long or dies is replaced for the next constraint. Used from one event loop.
+A child that takes too long or dies is replaced for the next constraint. Tenants take turns. Used from one event loop.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import asyncio
 import hashlib
 import json
 import logging
+import signal
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from control_plane.constraints.turns import Turns
 from control_plane.errors import Unavailable
 from control_plane.framed_child.child import FramedChild
 from control_plane.scheduler.types import Constraint, Vocabulary
@@ -21,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 MAX_CHILDREN = 4  # each about 100 MB for a vocabulary of 128,000 tokens
 MAX_KEPT = 512  # constraints whose result is kept
+MAX_WAITING = 64  # constraints of one tenant that wait to be checked
+
+# Ends of a child for which the constraint is the cause: its CPU time is over; memory or stack are used up.
+_TOO_COSTLY = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +50,35 @@ class ConstraintCompiler:
         self._limits = limits
         self._children: OrderedDict[str, FramedChild] = OrderedDict()  # by the digest of the vocabulary, last used last
         self._kept: OrderedDict[str, Constraint | str] = OrderedDict()  # by digest; a text says what is wrong
-        self._lock = asyncio.Lock()  # one constraint at a time
+        self._turns = Turns(MAX_WAITING)  # one constraint at a time
         self._is_closed = False
 
-    async def compile(self, kind: str, value: Any, vocabulary: Vocabulary) -> Constraint:
-        """The constraint over this vocabulary. Raises ConstraintRefused or Unavailable."""
+    async def compile(self, kind: str, value: Any, vocabulary: Vocabulary, tenant: str = "") -> Constraint:
+        """The constraint over this vocabulary. Raises ConstraintRefused, QueueFull or Unavailable.
+
+        A constraint whose result is kept waits for nobody.
+        """
         request = json.dumps({"kind": kind, "value": value}).encode()
         digest = hashlib.sha256(vocabulary.digest.encode() + request).hexdigest()
-        async with self._lock:
-            found = self._kept.get(digest)
-            if found is None:
-                found = self._kept[digest] = await self._compiled(digest, request, vocabulary)
-                while len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(digest)
+        if digest not in self._kept:
+            async with self._turns.turn(tenant):
+                if digest not in self._kept:
+                    self._kept[digest] = await self._compiled(digest, request, vocabulary)
+                return self._use(digest)
+        return self._use(digest)
+
+    def _use(self, digest: str) -> Constraint:
+        self._kept.move_to_end(digest)
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        found = self._kept[digest]
         if isinstance(found, str):
             raise ConstraintRefused(found)
         return found
+
+    def child_pids(self) -> list[int]:
+        """Process ids of the children that run."""
+        return [child.process.pid for child in self._children.values()]
 
     async def close(self) -> None:
         """End every child at once."""
@@ -74,10 +92,15 @@ class ConstraintCompiler:
         try:
             async with asyncio.timeout(self._limits.wall_limit_s):
                 text, is_grammar = await child.ask(request)
-        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             self._children.pop(vocabulary.digest, None)
-            status = await child.end()
+            # A child that closed its socket ends by itself: its own status says why.
+            status = await child.end(is_running=isinstance(error, TimeoutError))
             logger.warning("constraint compiler ended pid=%d status=%d", child.process.pid, status)
+            if (
+                status not in _TOO_COSTLY
+            ):  # for example killed by an operator, or because the machine has no memory left
+                raise Unavailable("the process that checks constraints ended; try again") from error
             return (
                 f"takes more than {self._limits.cpu_limit_s * 1000:g} ms or "
                 f"{self._limits.memory_limit_bytes >> 20} MiB to be compiled; give a simpler one"

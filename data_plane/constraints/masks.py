@@ -153,11 +153,21 @@ class ConstraintRows:
         return Masks(np.array([index for index, _, _ in chosen]), (~allowed).view(np.uint8), lifted, failed)
 
 
+def maskable(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in a dtype that holds `_LOWEST`: those of float16 are copied to float32.
+
+    Penalties come after the mask. The lowest float16, -65504, times a repetition penalty of 0.01 is -655, which a
+    frequency penalty can give to tokens that are allowed.
+    """
+    return logits.float() if logits.dtype == torch.float16 else logits
+
+
 def forbid(logits: torch.Tensor, masks: Masks) -> torch.Tensor:
-    """Lower the logits [n, vocab], in place, of every token that is not allowed.
+    """Lower the logits [n, vocab], in place, of every token that is not allowed. They are `maskable`.
 
     Returns whether the logits of the masked rows were finite before, bool [number of masked rows].
     """
+    assert logits.dtype != torch.float16, "float16 cannot hold the logit of a token that is not allowed"
     vocab_size = logits.shape[1]
     at = upload(masks.indices, logits.device)
     is_every_row = len(masks.indices) == len(logits)
@@ -170,7 +180,7 @@ def forbid(logits: torch.Tensor, masks: Masks) -> torch.Tensor:
     else:
         unpacked = np.unpackbits(masks.forbidden, axis=1, bitorder="little")[:, :vocab_size]
         bits = torch.from_numpy(unpacked).view(torch.bool)
-    own.masked_fill_(bits, max(_LOWEST, torch.finfo(logits.dtype).min))
+    own.masked_fill_(bits, _LOWEST)
     if not is_every_row:
         logits[at] = own
     return finite

@@ -12,7 +12,7 @@ import torch
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.scaled_columns import ScaledColumns
 from data_plane.adapters.step.adapter_steps import AdapterSteps
-from data_plane.constraints.masks import ConstraintRows, Masks, forbid
+from data_plane.constraints.masks import ConstraintRows, Masks, forbid, maskable
 from data_plane.engine.batch import StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
@@ -329,6 +329,7 @@ class TorchEngine:
         """Tokens, whether the logits are finite (see Sampler.sample), and the logits whose log-probabilities are
         returned. Rows with vocabularies of one size are drawn together."""
         num_tokens = self._rows.num_tokens[sampled]
+        logits = logits if masks is None else maskable(logits)
         returned, were_finite = logits, None
         if masks is not None:
             self._sampler.lift_bans(masks.lifted)

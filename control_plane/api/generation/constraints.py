@@ -55,11 +55,16 @@ class Constraints:
         self._vocabularies: weakref.WeakKeyDictionary[TextCodec, dict[Any, Vocabulary]] = weakref.WeakKeyDictionary()
 
     async def of(
-        self, message: generation_pb2.GenerateRequest, codec: TextCodec, end_token_ids: Sequence[int], num_tokens: int
+        self,
+        message: generation_pb2.GenerateRequest,
+        codec: TextCodec,
+        end_token_ids: Sequence[int],
+        num_tokens: int,
+        tenant: str,
     ) -> Constraint | None:
         """The request's constraint over the tokens of its model; None where it has none.
 
-        Raises InvalidRequest, TokenizerUnavailable or Unavailable.
+        Raises InvalidRequest, TokenizerUnavailable, QueueFull or Unavailable.
         """
         if not message.HasField("constraint"):
             return None
@@ -70,7 +75,7 @@ class Constraints:
         assert kind is not None, "an empty constraint was not refused"
         vocabulary = await self._vocabulary(codec, ends, num_tokens)
         try:
-            return await self._compiler.compile(kind, _plain(message.constraint), vocabulary)
+            return await self._compiler.compile(kind, _plain(message.constraint), vocabulary, tenant)
         except ConstraintRefused as error:
             # llguidance draws the place below the text, in several lines.
             raise refuse(f"constraint.{kind}", " ".join(str(error).split())) from error

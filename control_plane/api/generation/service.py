@@ -165,7 +165,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         max_model_len = self._max_model_len(max((each.ref.context_length for each in resolved), default=0))
         render_time_s = self._render_time_s(checked)
         prompt = await self._prompt_token_ids(checked, text.codec, account, render_time_s, max_model_len, vocab_size)
-        constraint = await self._constraints.of(message, text.codec, eos_token_ids, vocab_size)
+        constraint = await self._constraints.of(message, text.codec, eos_token_ids, vocab_size, caller.tenant)
         resolved = self._resolved_anew(checked, resolved, key)
         if len(resolved) == 1:
             require_vocabulary(vocab_size, resolved[0].ref.vocab_size or self._model.vocab_size)

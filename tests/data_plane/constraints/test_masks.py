@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from data_plane.constraints.masks import ConstraintRows, Masks, forbid
+from data_plane.constraints.masks import ConstraintRows, Masks, forbid, maskable
 from data_plane.errors import PlanRefused
 from data_plane.plan import NewRow, RowConstraint, RowSampling, Vocabulary
 from tests.makers import make_tokenizer
@@ -126,6 +126,20 @@ def test_logits_that_are_not_finite_are_found_below_a_mask(vocabulary: Vocabular
     assert forbid(logits, masks_of(rows, [0])).tolist() == [True]
     logits[0, 200] = torch.nan
     assert forbid(logits, masks_of(rows, [0])).tolist() == [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_penalty_lifts_a_token_above_those_that_are_allowed(vocabulary: Vocabulary, dtype: torch.dtype) -> None:
+    """The lowest repetition penalty for what is forbidden, the highest frequency penalty for what is allowed."""
+    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows.add(row_of(["b"], vocabulary))
+    masks = masks_of(rows, [0])
+    logits = maskable(torch.zeros(1, NUM_TOKENS, dtype=dtype))
+    forbid(logits, masks)
+    penalised = logits.float()[0] * 0.01
+    (b,) = allowed(masks)
+    penalised[b] = -2.0 * 1_000_000
+    assert int(penalised.argmax()) == b
 
 
 def test_a_host_fed_row_has_no_constraint(vocabulary: Vocabulary) -> None:
