@@ -34,8 +34,18 @@ class Choice:
 class Reply:
     """What is returned for one request. `add` takes the chunks of its generations."""
 
-    def __init__(self, model: str, *, is_chat: bool, n: int, echoed: Sequence[str] = (), num_prompts: int = 1) -> None:
-        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    def __init__(
+        self,
+        model: str,
+        *,
+        is_chat: bool,
+        n: int,
+        echoed: Sequence[str] = (),
+        num_prompts: int = 1,
+        prefix: str | None = None,
+    ) -> None:
+        """`prefix`: of the id, in place of that of chats and completions."""
+        self.id = f"{prefix or ('chatcmpl-' if is_chat else 'cmpl-')}{uuid.uuid4().hex}"
         self.digest = ""
         self.choices = [Choice(index) for index in range(n * num_prompts)]
         self._model = model
@@ -86,9 +96,9 @@ class Reply:
             text = self._echo(choice) + "".join(choice.text)
             message = {"content": text, "refusal": None} if choice.turn is None else choice.turn.message()
             said = {"message": {"role": "assistant", **message}} if self._is_chat else {"text": text}
-            logprobs = self._logprobs(choice, choice.logprobs) if choice.logprobs else None
+            logprobs = self.logprobs_of(choice, choice.logprobs) if choice.logprobs else None
             choices.append({"index": choice.index, **said, "logprobs": logprobs, "finish_reason": choice.finish_reason})
-        return {**self._head(kind), "choices": choices, "usage": self._usage()}
+        return {**self._head(kind), "choices": choices, "usage": self.usage()}
 
     def events(self, choice: Choice, chunk: Chunk, *, with_usage: bool) -> Iterator[dict[str, Any]]:
         """The events of a stream for a chunk."""
@@ -105,7 +115,7 @@ class Reply:
                 yield event({"delta": {"role": "assistant", "content": ""}})
             elif echo := self._echo(choice):
                 yield event({"text": echo})
-        logprobs = self._logprobs(choice, chunk.logprobs) if chunk.logprobs else None
+        logprobs = self.logprobs_of(choice, chunk.logprobs) if chunk.logprobs else None
         added = [{"delta": delta} for delta in choice.deltas] if self._is_chat else [{"text": chunk.text}]
         if self._is_chat and logprobs and not added:
             added = [{"delta": {"content": ""}}]  # tokens whose text is held back
@@ -118,7 +128,7 @@ class Reply:
     def usage_event(self) -> dict[str, Any]:
         """The last chunk of a stream with `include_usage`."""
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": self._usage()}
+        return {**self._head(kind), "choices": [], "usage": self.usage()}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -129,7 +139,8 @@ class Reply:
             "system_fingerprint": self._fingerprint,
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts and the completions that have ended."""
         prompt = sum(count for count, _ in self._prompt_tokens.values())
         return {
             "prompt_tokens": prompt,
@@ -141,7 +152,8 @@ class Reply:
     def _echo(self, choice: Choice) -> str:
         return self._echoed[choice.index // self._n] if self._echoed else ""
 
-    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def logprobs_of(self, choice: Choice, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Log-probabilities in the form of the response."""
         if self._is_chat:
             return {"content": [_position(each) for each in logprobs], "refusal": None}
         offsets = []

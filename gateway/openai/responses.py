@@ -56,11 +56,21 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream:
-    """ASGI: sends `events` as they come, then `[DONE]`. `headers` is called when the response begins."""
+    """ASGI: sends `events` as they come. `headers` is called when the response begins.
+
+    Events of chats and completions have no type, and `[DONE]` follows them. `is_typed`: each has one, which it is sent
+    with, and the last one is the end.
+    """
 
     def __init__(
-        self, events: AsyncGenerator[Any, None], headers: Callable[[], dict[str, str]], settings: OpenAiSettings
+        self,
+        events: AsyncGenerator[Any, None],
+        headers: Callable[[], dict[str, str]],
+        settings: OpenAiSettings,
+        *,
+        is_typed: bool = False,
     ) -> None:
+        self._is_typed = is_typed
         self._events = events
         self._headers = headers
         self._settings = settings
@@ -80,13 +90,14 @@ class EventStream:
     async def _write(self, wire: _Wire) -> None:
         try:
             async for event in self._events:
-                await wire.send(b"data: " + msgspec.json.encode(event) + b"\n\n")
+                head = b"event: " + event["type"].encode() + b"\n" if self._is_typed else b""
+                await wire.send(head + b"data: " + msgspec.json.encode(event) + b"\n\n")
         except (Refusal, MotetError) as error:
             if not wire.has_begun:
                 wire.has_ended = True
                 raise
             await wire.send(b"data: " + msgspec.json.encode(error_body(refusal_of(error))) + b"\n\n")
-        await wire.end(b"data: [DONE]\n\n")
+        await wire.end(b"" if self._is_typed else b"data: [DONE]\n\n")
 
     async def _keep_alive(self, wire: _Wire) -> None:
         await asyncio.sleep(self._settings.sse_commit_after_s)
@@ -123,7 +134,8 @@ class _Wire:
             self.last_sent_s = asyncio.get_running_loop().time()
 
     async def end(self, data: bytes) -> None:
-        await self.send(data)
+        if data:
+            await self.send(data)
         async with self._lock:
             self.has_ended = True
             with contextlib.suppress(OSError):

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 import msgspec
-from motet import AsyncClient, GenerateOptions
-from motet.requests import Prompt
+from motet import AsyncClient, Chunk, GenerateOptions, MotetError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.http.bodies import Bodies
 from gateway.http.described import JSON, Described, Description
+from gateway.http.errors import Refusal
 from gateway.http.upstream import Upstream
 from gateway.openai.chats.tool_choice import tool_choice_of
 from gateway.openai.embeddings import EmbeddingBody, embeddings
 from gateway.openai.errors import refused
-from gateway.openai.forms import Forms, Reading, reading
+from gateway.openai.forms import Forms, reading
 from gateway.openai.generations import chunks_of
 from gateway.openai.handlers import decoded
+from gateway.openai.items.inputs import chat_of
+from gateway.openai.items.messages import ResponsesBody
+from gateway.openai.items.output import ResponseOutput
+from gateway.openai.items.stream import collected, events_of, renamed
 from gateway.openai.messages import Body, ChatBody, CompletionBody
 from gateway.openai.models import MAX_LISTED, Models, Source
 from gateway.openai.options import chat_options, completion_options, prompts_of
@@ -45,6 +49,7 @@ def openai_routes(
     return [
         Described("POST", "/completions", api.completions, about("Continue prompts", CompletionBody, streamed)),
         Described("POST", "/chat/completions", api.chat_completions, about("Continue a chat", ChatBody, streamed)),
+        Described("POST", "/responses", api.responses, about("Complete items", ResponsesBody, streamed)),
         Described("POST", "/embeddings", api.embeddings, about("Vectors of texts or token ids", EmbeddingBody)),
         Described("GET", "/models", api.list_models, listing),
         Described("GET", "/models/{model:path}", api.get_model, about("One model")),
@@ -71,10 +76,30 @@ class _Api:
         source = await self._models.resolve(body.model, client, is_checked=True)
         echoed = [await _text_of(prompt, source, client) for prompt in prompts] if body.echo else []
         reply = Reply(body.model, is_chat=False, n=body.n or 1, echoed=echoed, num_prompts=len(prompts))
-        return await self._respond(request, body, reply, prompts, _with(options, source, reply))
+        chunks = chunks_of(client, prompts, _with(options, source, reply), self._timeout_s)
+        return await self._respond(request, body, reply, chunks)
 
     async def chat_completions(self, request: Request) -> Any:
         body = await self._body(request, ChatBody)
+        reply = Reply(body.model, is_chat=True, n=body.n or 1)
+        return await self._respond(request, body, reply, await self._chat(body, reply))
+
+    async def responses(self, request: Request) -> Any:
+        body = await decoded(self._bodies, request, ResponsesBody)
+        reply = Reply(body.model, is_chat=True, n=1, prefix="resp_")
+        output = ResponseOutput(body, reply)
+        try:
+            chunks = await self._chat(chat_of(body), reply)
+        except (Refusal, MotetError) as error:
+            raise renamed(error) from error
+        if body.stream:
+            events = events_of(output, reply, chunks)
+            return EventStream(events, lambda: reply.headers, self._settings, is_typed=True)
+        whole = await while_connected(request, collected(output, reply, chunks))
+        return Response(msgspec.json.encode(whole), media_type="application/json", headers=reply.headers)
+
+    async def _chat(self, body: ChatBody, reply: Reply) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+        """The chunks of a chat, none of which is there yet; they teach `reply` how they are read."""
         choice = tool_choice_of(body.tool_choice, body.tools)
         options = chat_options(body, choice)
         client = self._upstream.client
@@ -84,9 +109,8 @@ class _Api:
             options["skip_special_tokens"] = False
         if read.constraint is not None:
             options["constraint"] = read.constraint
-        reply = Reply(body.model, is_chat=True, n=body.n or 1)
         options = _with(options, read.source_of(source), reply)
-        return await self._respond(request, body, reply, [body.messages], options, read)
+        return read.into(reply, chunks_of(client, [body.messages], options, self._timeout_s), client)
 
     async def embeddings(self, request: Request) -> Response:
         body = await decoded(self._bodies, request, EmbeddingBody)
@@ -110,17 +134,8 @@ class _Api:
         return body
 
     async def _respond(
-        self,
-        request: Request,
-        body: Body,
-        reply: Reply,
-        prompts: Sequence[Prompt],
-        options: GenerateOptions,
-        read: Reading | None = None,
+        self, request: Request, body: Body, reply: Reply, chunks: AsyncGenerator[tuple[int, Chunk, str], None]
     ) -> Any:
-        chunks = chunks_of(self._upstream.client, prompts, options, self._timeout_s)
-        if read is not None:
-            chunks = read.into(reply, chunks, self._upstream.client)
         if body.stream:
             with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             return EventStream(_events(reply, chunks, with_usage), lambda: reply.headers, self._settings)

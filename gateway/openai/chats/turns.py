@@ -18,6 +18,7 @@ class Turn:
 
     def __init__(self, parser: ResponseParser, *, only_first_call: bool = False, is_named: bool = False) -> None:
         self.ends_with_calls = False  # at least one that is complete
+        self.broken: set[str] = set()  # ids of calls that broke off
         self._is_named = is_named
         self._parser = parser
         self._only_first_call = only_first_call
@@ -63,7 +64,9 @@ class Turn:
             case CallArguments(index, text):
                 self._calls[index][2].append(text)
                 call = {"index": index, "function": {"arguments": text}}
-            case CallEnd(_, is_complete):
+            case CallEnd(index, is_complete):
+                if not is_complete:
+                    self.broken.add(self._calls[index][0])
                 self.ends_with_calls = self.ends_with_calls or (is_complete and not self._is_named)
                 return None
         return {"tool_calls": [call]}

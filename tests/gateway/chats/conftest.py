@@ -13,6 +13,7 @@ import pytest
 from motet import Client
 
 from tests.e2e.harness import System
+from tests.gateway.chats.chained_system import system as system
 from tests.gateway.gateway_process import Gateway
 from tests.makers import make_adapter, make_checkpoint, make_tokenizer
 
