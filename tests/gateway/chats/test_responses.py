@@ -119,18 +119,18 @@ def test_a_limit_makes_the_response_incomplete(api: openai.OpenAI, stream: bool)
     assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"city": "Os')
 
 
-class Answer(BaseModel):
+class Verdict(BaseModel):
     word: str = Field(max_length=5)
     kind: Literal["a", "b"]
 
 
 def test_a_text_is_parsed_as_the_class_that_the_format_was_made_from(chats: Chats) -> None:
     response = chats.api.responses.parse(
-        model="hermes", input="One word.", text_format=Answer, max_output_tokens=400, extra_body={"seed": 1}
+        model="hermes", input="One word.", text_format=Verdict, max_output_tokens=400, extra_body={"seed": 1}
     )
-    assert isinstance(response.output_parsed, Answer) and response.output_parsed.kind in ("a", "b")
+    assert isinstance(response.output_parsed, Verdict) and response.output_parsed.kind in ("a", "b")
     with chats.api.responses.stream(
-        model="hermes", input="One word.", text_format=Answer, max_output_tokens=400, extra_body={"seed": 1}
+        model="hermes", input="One word.", text_format=Verdict, max_output_tokens=400, extra_body={"seed": 1}
     ) as stream:
         assert stream.get_final_response().output_parsed == response.output_parsed
 
