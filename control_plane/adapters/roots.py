@@ -44,7 +44,8 @@ class AdapterRoots:
         root = self._roots.get(root_name)
         if root is None:
             raise PathNotAllowed(
-                f"source {quoted(source)}: {quoted(root_name)} is not one of the server's adapter roots"
+                f"source {quoted(source)}: {quoted(root_name)} is not one of the server's adapter roots, which its "
+                "operator names by --adapter-root NAME=PLACE; name one of those, or upload the files"
             )
         parts = relative.split("/")
         if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts) or len(source) > 1024:

@@ -59,7 +59,9 @@ class LoraTasks:
         if cached is None or (digest and cached != digest):
             what = "is not cached" if cached is None else f"is not cached with the weights of digest {digest}"
             raise LoraTaskNotCached(
-                f"LoRA task {task_id} {what}; send the weights again with GenerateWithTask", resource=name_of(task_id)
+                f"LoRA task {task_id} {what}; send the weights again (GenerateWithTask, "
+                f"LoraTask({task_id}, directory), motet generate --lora-task {task_id} --lora-weights DIR)",
+                resource=name_of(task_id),
             )
         version = self._versions[cached]
         if reason := self._reports.module_error(version.target_modules):

@@ -118,7 +118,8 @@ async def test_later_requests_send_the_id_alone_and_only_their_tenant_has_it(tmp
         assert miss == Refusal(
             grpc.StatusCode.NOT_FOUND,
             "LORA_TASK_NOT_CACHED",
-            "LoRA task 7 is not cached; send the weights again with GenerateWithTask",
+            "LoRA task 7 is not cached; send the weights again (GenerateWithTask, LoraTask(7, directory), "
+            "motet generate --lora-task 7 --lora-weights DIR)",
         )
         started, tokens = outcome(await server.send(1, lora_task_id=7))
         assert len(tokens) == 6 and tokens != base

@@ -119,11 +119,11 @@ def composition_of(checked: CheckedUses, resolved: Sequence[ResolvedAdapter]) ->
     if problems:
         raise InvalidRequest(*problems)
     if checked.combination is Combination.LINEAR:
-        ranks = [f"{adapter.version.min_rank} to {adapter.version.max_rank}" for adapter in resolved]
+        ranks = [_ranks_of(adapter.version) for adapter in resolved]
         if len({rank for each in resolved for rank in (each.version.min_rank, each.version.max_rank)}) > 1:
             raise refuse(
                 "combination",
-                f"LINEAR sums matrices of equal ranks, and the adapters have ranks {'; '.join(ranks)}; use CAT",
+                f"LINEAR sums matrices of equal ranks, and the adapters have ranks {' and '.join(ranks)}; use CAT",
             )
     uses = (AdapterUse(each.ref, use.scale) for each, use in zip(resolved, checked.uses, strict=True))
     return Composition(tuple(uses), checked.combination)
@@ -166,3 +166,8 @@ def named_uses(checked: CheckedUses, resolved: Sequence[ResolvedAdapter]) -> lis
         generation_pb2.AdapterUse(name=f"adapters/{each.adapter_id}", digest=each.ref.digest, scale=use.scale)
         for each, use in zip(resolved, checked.uses, strict=True)
     ]
+
+
+def _ranks_of(version: AdapterVersion) -> str:
+    lowest, highest = version.min_rank, version.max_rank
+    return f"{highest}" if lowest == highest else f"{lowest} to {highest}"

@@ -75,7 +75,7 @@ async def test_one_adapter_is_scaled(api: Api) -> None:
         ({"parts": ("a", "b", "magnitude")}, combined(("poet", 0.5)), "a scale is not defined"),
         ({"parts": ()}, combined(("poet", 0.5)), "registered before Motet kept"),
         ({"context_length": 4096}, combined(("poet", 1.0), ("clerk", 1.0)), "rotary embedding of its own"),
-        ({"max_rank": 16}, combined(("poet", 1.0), ("clerk", 1.0), combination=2), "ranks 8 to 16; 8 to 8; use CAT"),
+        ({"max_rank": 16}, combined(("poet", 1.0), ("clerk", 1.0), combination=2), "ranks 8 to 16 and 8; use CAT"),
     ],
 )
 async def test_versions_that_cannot_be_combined_are_refused_by_name(
