@@ -22,12 +22,17 @@ from gateway.http.settings import HttpSettings, split_address
 OTHER_FILES = 128  # open files that are no connections of callers
 
 
-def bound(settings: HttpSettings) -> socket.socket:
-    """A socket on the port, not listening yet. Raises OSError if the port cannot be bound."""
-    host, port = split_address(settings.listen)
+def bound(settings: HttpSettings, address: str = "", *, is_shared: bool = False) -> socket.socket:
+    """A socket on the port, not listening yet. Raises OSError if the port cannot be bound.
+
+    `address`: HOST:PORT in place of the settings'. `is_shared`: other processes of this user may listen there, too.
+    """
+    host, port = split_address(address or settings.listen)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
     except BaseException:
         listener.close()

@@ -1,6 +1,6 @@
-"""One of several processes of the gateway: `python -m gateway.processes.child FD`, started by `supervisor.py`.
+"""One of several processes of the gateway: `python -m gateway.processes.child HOST:PORT`, started by `supervisor.py`.
 
-FD is the socket of the port. Standard input brings the settings, and ends when the supervisor does: then this process
+Standard input brings the settings, and ends when the supervisor does: then this process
 drains and ends, too.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 
 from contract.process_log import configure_logging, quiet_grpc
@@ -22,18 +21,19 @@ from prometheus_client import values  # noqa: E402
 from contract.redaction import redacted  # noqa: E402
 from gateway.app import gateway_app  # noqa: E402
 from gateway.config import GatewayConfig  # noqa: E402
-from gateway.http.server import serve  # noqa: E402
+from gateway.http.server import bound, serve  # noqa: E402
 from gateway.http.siblings import Place  # noqa: E402
 
 
-def main(listener: socket.socket) -> int:
-    """Serve until SIGTERM, or until the supervisor ends; the exit status."""
+def main(address: str) -> int:
+    """Serve at HOST:PORT until SIGTERM, or until the supervisor ends; the exit status."""
     config: GatewayConfig
     place: Place
     config, place = pickle.load(sys.stdin.buffer)  # from the supervisor, which made it
     configure_logging(config.http.log_level, log_format=config.http.log_format, process=f"gateway {place.index}")
     keep_metrics_in(place)
     try:
+        listener = bound(config.http, address, is_shared=True)
         uvloop.run(serve(gateway_app(config, place), config.http, listener, leash=sys.stdin.fileno()))
     except (MotetError, OSError) as error:
         print(f"motet gateway: {redacted(str(error))}", file=sys.stderr)
@@ -51,4 +51,4 @@ def keep_metrics_in(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(socket.socket(fileno=int(sys.argv[1]))))
+    sys.exit(main(sys.argv[1]))

@@ -136,6 +136,18 @@ async def test_a_killed_process_takes_its_own_connections_with_it_and_no_other_o
     await served.until('motet_gateway_requests_total{method="POST",route="/v1/completions",status="200"}', num_survived)
 
 
+def test_connections_are_dealt_out_evenly(served: Served) -> None:
+    host, _, port = served.gateway.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(200)]
+        for client in clients:
+            client.sendall(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert all(client.recv(12) == b"HTTP/1.1 200" for client in clients)
+        ports = {client.getsockname()[1] for client in clients}
+        counts = [len(ports & ports_of(process)) for process in served.processes().values()]
+    assert sum(counts) == 200 and min(counts) > 60, "by a hash: 6 standard deviations are 58"
+
+
 async def test_what_a_dead_process_counted_stays(served: Served) -> None:
     name = 'motet_gateway_requests_total{method="GET",route="/healthz",status="200"}'
     for _ in range(20):
