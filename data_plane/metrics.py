@@ -8,7 +8,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from contract.metrics.port import MetricsPort, Page
+from contract.metrics.port import MetricsPort, Page, cannot_listen
 from data_plane.plan import Engine, StepOutput, StepPlan
 
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -87,8 +87,6 @@ class WorkerMetrics:
         try:
             port = MetricsPort(address, render, is_ready)
         except (OSError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"--worker-metrics-listen: {address} cannot be listened on: {error}; give HOST:PORT"
-            ) from error
+            raise ValueError(cannot_listen("--worker-metrics-listen", address, error)) from error
         port.start()
         return port

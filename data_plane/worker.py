@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from motet.command_line import WRONG_COMMAND_LINE, Parser
 
+from contract.metrics.port import cannot_listen, check_can_listen
 from contract.model_dir import why_no_checkpoint
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import worker_ready
@@ -65,6 +66,8 @@ def _build_and_run(argv: Sequence[str]) -> int:
             raise ConfigError(f"--model: {reason}")
         configure_logging(config.log_level, log_format=config.log_format, process="worker")
         refuse_foreign_kernels()
+        if config.worker_metrics_listen is not None:
+            check_metrics_listen(config.worker_metrics_listen)
         logger.info("settings %s", config.describe(only_changed=True))
         logger.debug("all settings %s", config.describe())
         logger.info("importing torch and transformers", extra=shown("importing torch and transformers"))
@@ -196,6 +199,14 @@ def host_cache_access(config: WorkerConfig, welcome: plan_pb2.Welcome) -> tuple[
     if url.startswith("redis://") and config.redis_tls != RedisTls():
         return None, "--redis-tls-ca, -cert and -key are given, and the host cache's URL is not one of rediss://"
     return access, ""
+
+
+def check_metrics_listen(address: str) -> None:
+    """Raise ConfigError if it cannot be listened on: before the weights are read, which takes minutes."""
+    try:
+        check_can_listen(address)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(cannot_listen("--worker-metrics-listen", address, error)) from error
 
 
 def refuse_foreign_kernels() -> None:

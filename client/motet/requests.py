@@ -44,7 +44,7 @@ class GenerateOptions(SamplingOptions, ConversationOptions, total=False):
     The values in effect are reported in `started`.
     """
 
-    adapter: str  # name of the adapter, also "name@number" or "name@label"; empty for the base model
+    adapter: str | None  # name of the adapter, also "name@number" or "name@label"; empty for the base model
     adapter_digest: str  # pins one version of it; empty for the active one, or the canary
     adapters: AdapterUses  # instead of adapter: up to 4 that act together, {"a": 0.7, "b": 0.3}; or one with a scale
     combination: Combination | None  # how adapters are combined, as PEFT does: "cat" (default) or "linear"
@@ -81,7 +81,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     ignore_eos = options.get("ignore_eos")
     request = generation_pb2.GenerateRequest(
         request_id=text_of("request_id", options.get("request_id", "")),
-        adapter=text_of("adapter", options.get("adapter", "")),
+        adapter=text_of("adapter", options.get("adapter") or ""),
         adapter_digest=text_of("adapter_digest", options.get("adapter_digest", "")),
         adapters=uses_to(options.get("adapters", ())),
         combination=combination_to(options.get("combination")),

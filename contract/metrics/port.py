@@ -33,6 +33,20 @@ class Page(NamedTuple):
 Render = Callable[[str, str], Page]
 
 
+def cannot_listen(flag: str, address: str, error: Exception) -> str:
+    """What to tell the operator whose flag names the address."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{flag}: {address} cannot be listened on: {reason}; give another HOST:PORT, or end what listens there"
+
+
+def check_can_listen(address: str) -> None:
+    """Raise OSError or ValueError if HOST:PORT cannot be listened on; the port is free again after that."""
+    host, _, port = address.rpartition(":")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host.strip("[]"), int(port)))
+
+
 class MetricsPort:
     """Listens from the beginning; start() serves."""
 
@@ -107,6 +121,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._text(HTTPStatus.NOT_FOUND, "this port has /metrics, /healthz and /readyz")
 
+    def _not_allowed(self) -> None:
+        text = f"{self.command} is not served here: GET is\n"
+        page = Page("text/plain; charset=utf-8", text.encode())
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, page, allow="GET")
+        self.close_connection = True  # a body that was not read may follow
+
+    # As the base class names them.
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _not_allowed  # noqa: N815
+
     def _metrics(self, names: str) -> None:
         try:
             page = self.render(self.headers.get("Accept", ""), names)
@@ -121,9 +144,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _text(self, status: HTTPStatus, text: str) -> None:
         self._send(status, Page("text/plain; charset=utf-8", f"{text}\n".encode()))
 
-    def _send(self, status: HTTPStatus, page: Page) -> None:
+    def _send(self, status: HTTPStatus, page: Page, *, allow: str = "") -> None:
         with contextlib.suppress(OSError):  # the client left
             self.send_response(status)
+            if allow:
+                self.send_header("Allow", allow)
             self.send_header("Content-Type", page.content_type)
             self.send_header("Content-Length", str(len(page.body)))
             self.end_headers()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from contract.metrics.port import MetricsPort, Page
+from contract.metrics.port import MetricsPort, Page, cannot_listen
 from control_plane.metrics import system_metrics, vllm_names
 from control_plane.metrics.system_metrics import Snapshot
 
@@ -75,7 +75,7 @@ def open_port(
     try:
         port = MetricsPort(address, pages.render, is_ready)
     except (OSError, ValueError, OverflowError) as error:
-        raise ValueError(f"--metrics-listen: {address} cannot be listened on: {error}; give HOST:PORT") from error
+        raise ValueError(cannot_listen("--metrics-listen", address, error)) from error
     port.start()
     stack.push_async_callback(asyncio.to_thread, port.close)
     return port

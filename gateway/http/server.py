@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from contract.metrics.port import cannot_listen
 from contract.ready_lines import gateway_ready
 from gateway.http.certificate import Certificate
 from gateway.http.connections import SWEEP_EVERY_S, Connections
@@ -34,6 +35,9 @@ def bound(settings: HttpSettings, address: str = "", *, is_shared: bool = False)
         if is_shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(cannot_listen("--listen", settings.listen, error)) from error
     except BaseException:
         listener.close()
         raise

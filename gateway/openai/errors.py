@@ -25,9 +25,14 @@ _FIELDS: Mapping[str, str] = {
     "constraint.lark": "structured_outputs",
     "constraint.regex": "structured_outputs",
     "constraint.structural_tags": "structured_outputs",
+    "chat.template_kwargs": "chat_template_kwargs",
+    "inputs": "input",
+    "template_kwargs": "chat_template_kwargs",
     "text": "prompt",
     "token_ids.ids": "prompt",
 }
+# A message of a conversation, as the SDK names it and as the server does.
+_MESSAGE = re.compile(r"(?:prompt|chat\.messages)(\[\d+\].*)")
 _LONGEST_RETRY_S = 120.0  # clients give up on more
 _FIELD_IN_MESSAGE = re.compile(r"unknown field `([^`]{1,100})`|required field `([^`]{1,100})`|at `\$\.([a-z_]{1,100})")
 
@@ -116,6 +121,8 @@ def _param_of(error: MotetError) -> str | None:
     if not error.field_violations:
         return None
     path = error.field_violations[0].field
+    if found := _MESSAGE.fullmatch(path):
+        return f"messages{found[1]}"
     head, _, _ = path.partition("[")
     name = head.rpartition(".")[2]
     return _FIELDS.get(head, name) or None

@@ -14,14 +14,12 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions have in common. None is a field that was left out."""
+class Generated(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What completions, chat completions and responses have in common. None is a field that was left out."""
 
     model: str
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -33,11 +31,8 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
     # Accepted where they change nothing.
@@ -47,6 +42,18 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     store: Any = None
     service_tier: Any = None
     prompt_cache_key: str | None = None
+
+
+class Body(Generated, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    # vLLM's.
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    # Accepted where it changes nothing.
     truncate_prompt_tokens: Any = None
     # Refused by name.
     prompt_logprobs: Any = None

@@ -45,7 +45,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 _SAME = (
     "top_p",
     "n",
-    "seed",
     "frequency_penalty",
     "presence_penalty",
     "min_p",
@@ -134,6 +133,8 @@ def _options(body: Body) -> GenerateOptions:
     for name in _SAME:
         if (value := getattr(body, name)) is not None:
             options[name] = value  # type: ignore[literal-required]  # the names are GenerateOptions'
+    if body.seed is not None:
+        options["seed"] = _seed(body.seed)
     if body.top_k not in (None, -1, 0):  # vLLM's words for all tokens
         options["top_k"] = body.top_k
     if body.stop:
@@ -149,6 +150,13 @@ def _options(body: Body) -> GenerateOptions:
     if body.logit_bias:
         options["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     return options
+
+
+def _seed(given: int) -> int:
+    """OpenAI's seeds are signed, Motet's are not: each has the other's bits."""
+    if not -(2**63) <= given < 2**64:
+        raise refused("seed", f"is {given}; give an integer from -2^63 to 2^64 - 1")
+    return given % 2**64
 
 
 def _token_id(text: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from motet import Adapter, AsyncClient, InvalidArgument, NotFound
 
-from contract.ids import is_adapter_id
+from contract.ids import ADAPTER_ID_FORM, is_adapter_id
 from gateway.openai.errors import FieldRefusal, refused, unknown_model
 
 
@@ -45,7 +45,7 @@ async def load(body: LoadBody, client: AsyncClient, timeout_s: float) -> str:
     try:
         await client.adapters.register_from_root(body.lora_name, body.lora_path, timeout_s=timeout_s)
     except InvalidArgument as error:
-        raise refused("lora_path", error.message) from error
+        raise _of_path(error) from error
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
@@ -58,9 +58,16 @@ async def unload(body: UnloadBody, client: AsyncClient, timeout_s: float) -> str
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 
+def _of_path(error: InvalidArgument) -> FieldRefusal:
+    """The adapter's files, or what is in them: the name has been checked."""
+    first = next(iter(error.field_violations), None)
+    is_of_path = first is not None and first.field in ("source", "source_uri", "root")
+    return refused("lora_path", first.description if first is not None and is_of_path else error.message)
+
+
 def _check_name(name: str) -> None:
     if not is_adapter_id(name):
-        raise refused("lora_name", "is not the name of an adapter: 1 to 63 lower-case letters, digits, '-' or '_'")
+        raise refused("lora_name", f"is not a valid adapter id: {ADAPTER_ID_FORM}")
 
 
 async def _found(name: str, client: AsyncClient) -> Adapter | None:

@@ -84,6 +84,12 @@ def test_prompt_kinds(server: ScriptedServer, driver: Driver, prompt: Any, field
     assert server.requests[0].WhichOneof("input") == field
 
 
+def test_no_adapter_is_the_base_model(server: ScriptedServer, driver: Driver) -> None:
+    server.scripts.append(playing(TOKENS))
+    driver.generate("a", adapter=None)
+    assert server.requests[0].adapter == ""
+
+
 def test_options_that_are_not_given_stay_unset_on_the_wire(server: ScriptedServer, driver: Driver) -> None:
     server.scripts.extend([playing(TOKENS), playing(TOKENS)])
     driver.generate("a")

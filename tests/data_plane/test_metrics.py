@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import urllib.error
 import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from data_plane.errors import ConfigError
 from data_plane.metrics import WorkerMetrics
 from data_plane.plan import StepOutput
+from data_plane.worker import check_metrics_listen
 from tests.data_plane.engine.planner import array, make_plan
 
 
@@ -81,6 +84,25 @@ def test_loads_memory_and_readiness() -> None:
     with pytest.raises(ValueError, match=r"--worker-metrics-listen: .* cannot be listened on"):
         shown.metrics.open_port(shown.port.address, lambda: True)
     shown.port.close()
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_another_method_than_get_is_405(method: str) -> None:
+    shown = Shown()
+    request = urllib.request.Request(f"http://{shown.port.address}/metrics", data=b"x", method=method)
+    with pytest.raises(urllib.error.HTTPError, match="405") as caught:
+        urllib.request.urlopen(request)
+    assert caught.value.headers["Allow"] == "GET" and b"GET is" in caught.value.read()
+    shown.port.close()
+
+
+def test_a_port_in_use_is_known_before_the_weights_are_read() -> None:
+    shown = Shown()
+    said = f"--worker-metrics-listen: {shown.port.address} cannot be listened on: Address already in use; give another"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_metrics_listen(shown.port.address)
+    shown.port.close()
+    check_metrics_listen(shown.port.address)
 
 
 def test_a_row_that_fails_at_the_end_of_its_prompt_is_one_of_the_prefill() -> None:

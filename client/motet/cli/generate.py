@@ -276,10 +276,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     given = {field.name: getattr(arguments, field.name) for field in _SAMPLING} | {"logit_bias": _logit_bias(arguments)}
     options.update(cast(GenerateOptions, given))
     with connect(arguments) as client:
-        if arguments.adapter_digest and options.get("adapter"):
-            options["adapter_digest"] = full_digest(
-                client, options["adapter"], arguments.adapter_digest, field="--adapter-digest"
-            )
+        if arguments.adapter_digest and (adapter := options.get("adapter")):
+            options["adapter_digest"] = full_digest(client, adapter, arguments.adapter_digest, field="--adapter-digest")
         # Leaving the `with`, by Ctrl-C too, cancels the request.
         with client.generate(prompt, timeout_s=arguments.timeout_s, **options) as stream:
             if arguments.json:

@@ -93,6 +93,16 @@ def items_of(
     return items
 
 
+def either_sampling(
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+) -> SamplingParams | Sequence[SamplingParams] | None:
+    """The one that is given. Raises InvalidArgument."""
+    if sampling is not None and sampling_params is not None:
+        raise invalid_field("sampling_params", "is another name of sampling, which is given too; leave one of them out")
+    return sampling if sampling_params is None else sampling_params
+
+
 def _each(field: str, given: Any, num_prompts: int, one: type | tuple[type, ...]) -> list[Any]:
     if given is None or isinstance(given, one):
         return [given] * num_prompts

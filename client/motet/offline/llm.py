@@ -24,6 +24,7 @@ from motet.offline.inputs import (
     OfflinePrompt,
     SamplingParams,
     conversations_of,
+    either_sampling,
     items_of,
     prompts_of,
 )
@@ -107,6 +108,7 @@ class LLM:
         prompts: OfflinePrompt | Sequence[OfflinePrompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: OfflineAdapter | Sequence[OfflineAdapter] = None,
         use_tqdm: bool = True,
         return_errors: bool = False,
@@ -114,14 +116,15 @@ class LLM:
         """Complete every prompt; results are in the order of the prompts.
 
         A prompt is text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}. `sampling` and `adapter`
-        are one for all prompts or a list with one each. An adapter is a name, also "name@version"; {"a": 0.7, "b": 0.3}
+        are one for all prompts or a list with one each; `sampling_params` is vLLM's name of `sampling`. An adapter is a
+        name, also "name@version"; {"a": 0.7, "b": 0.3}
         for several with scales; or None for the base model.
 
         The first error is raised, with a note that has the prompt's index, and the other requests are cancelled. With
         `return_errors`, it is in the prompt's result instead, and the others go on. Raises Unavailable if the server
         ends.
         """
-        items = items_of(prompts_of(prompts), sampling, adapter, {})
+        items = items_of(prompts_of(prompts), either_sampling(sampling, sampling_params), adapter, {})
         return self._complete(items, use_tqdm=use_tqdm, return_errors=return_errors)
 
     def chat(
@@ -129,6 +132,7 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: OfflineAdapter | Sequence[OfflineAdapter] = None,
         use_tqdm: bool = True,
         return_errors: bool = False,
@@ -138,7 +142,7 @@ class LLM:
 
         ConversationOptions lists further arguments, such as `tools`, for all of them. The rest is as for generate().
         """
-        items = items_of(conversations_of(messages), sampling, adapter, conversation)
+        items = items_of(conversations_of(messages), either_sampling(sampling, sampling_params), adapter, conversation)
         return self._complete(items, use_tqdm=use_tqdm, return_errors=return_errors)
 
     def encode(

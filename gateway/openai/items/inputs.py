@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.openai.errors import refused
 from gateway.openai.items.messages import ResponsesBody
-from gateway.openai.messages import ChatBody
+from gateway.openai.messages import ChatBody, Generated
 
 _NOTHING_IS_KEPT = "the gateway keeps no responses; send the items of the conversation as input"
 _REFUSED: Mapping[str, str] = {
@@ -29,27 +29,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
 }
 _LOGPROBS = "message.output_text.logprobs"
-_SAME = (
-    "temperature",
-    "top_p",
-    "stream",
-    "stream_options",
-    "tool_choice",
-    "parallel_tool_calls",
-    "seed",
-    "stop",
-    "logit_bias",
-    "frequency_penalty",
-    "presence_penalty",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "cache_salt",
-    "priority",
-    "chat_template_kwargs",
-)
+# Fields of the same meaning.
+_OTHERS = ("tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 # What a field of the chat is called in the request that it was made from.
 _FIELDS: Mapping[str, str] = {
     "messages": "input",
@@ -84,7 +65,7 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         tools=[_tool(tool, f"tools[{position}]") for position, tool in enumerate(body.tools or ())] or None,
         response_format=_format(body.text),
     )
-    for name in _SAME:
+    for name in (*Generated.__struct_fields__, *_OTHERS):
         setattr(chat, name, getattr(body, name))
     return chat
 

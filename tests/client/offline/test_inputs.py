@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from motet import ChatMessage, InvalidArgument, SamplingParams
-from motet.offline.inputs import conversations_of, items_of, prompts_of
+from motet.offline.inputs import conversations_of, either_sampling, items_of, prompts_of
 from motet.offline.private_server import flags_of
 
 TURN = {"role": "user", "content": "hello"}
@@ -64,6 +64,13 @@ def test_parameters_and_adapters_are_one_for_all_or_one_each() -> None:
         {"tools": [], "adapters": {"x": 0.5}},
     ]
     assert [item.adapter for item in each] == ["poet", None, {"x": 0.5}]
+
+
+def test_sampling_has_two_names_and_one_is_given() -> None:
+    params = SamplingParams(max_tokens=3)
+    assert either_sampling(params, None) is either_sampling(None, params) is params
+    with pytest.raises(InvalidArgument, match="sampling_params: is another name of sampling"):
+        either_sampling(params, params)
 
 
 @pytest.mark.parametrize(

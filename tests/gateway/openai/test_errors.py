@@ -64,6 +64,29 @@ def test_a_field_that_is_not_served_is_refused_by_name(served: Served, field: st
     assert field in raised.value.message
 
 
+@pytest.mark.parametrize(
+    ("field", "extra"),
+    [
+        ("messages[1].content", {"messages": [*MESSAGES, {"role": "user", "content": 5}]}),
+        ("messages[1].content[0]", {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("messages[0]", {"messages": [{"role": "user"}]}),
+        ("seed", {"seed": 2**64}),
+    ],
+)
+def test_a_part_of_a_field_is_named_with_its_place(served: Served, field: str, extra: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        served.api.chat.completions.create(model="legal", messages=MESSAGES, extra_body=extra)
+    assert raised.value.param == field, raised.value.message
+
+
+def test_a_negative_seed_is_a_seed_of_its_own(served: Served) -> None:
+    texts = [
+        served.api.completions.create(model="legal", prompt=PROMPT, seed=seed, max_tokens=8).choices[0].text
+        for seed in (-1, -1, 1, 2**64 - 1)
+    ]
+    assert texts[0] == texts[1] == texts[3] != texts[2]
+
+
 def test_neutral_values_are_accepted(served: Served) -> None:
     neutral = {
         "user": "u",

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from contract.ids import ADAPTER_ID_FORM
 from control_plane.access.authentication.grants import Grant
 from control_plane.access.authentication.key_file import change_keys, new_key
 from control_plane.access.principal import Role
@@ -88,7 +89,17 @@ def test_a_place_outside_the_roots_is_refused(locked: Locked, path: str) -> None
 @pytest.mark.parametrize("body", [{"lora_name": "A B"}, {"lora_name": "a/b"}, {"lora_name": "a@1"}, {"lora_int_id": 1}])
 def test_a_name_that_cannot_be_one_is_refused(locked: Locked, body: dict[str, Any]) -> None:
     for path, more in ((LOAD, {"lora_path": "team/legal"}), (UNLOAD, {})):
-        assert locked.post(path, {**body, **more}, locked.writer).status_code == 400
+        refused = locked.post(path, {**body, **more}, locked.writer)
+        assert refused.status_code == 400
+        if "lora_name" in body:
+            assert ADAPTER_ID_FORM in refused.json()["error"]["message"]
+            assert refused.json()["error"]["param"] == "lora_name"
+
+
+def test_the_message_about_a_place_has_its_name_once(locked: Locked) -> None:
+    refused = locked.post(LOAD, {"lora_name": "absent", "lora_path": "team/absent"}, locked.writer)
+    error = refused.json()["error"]
+    assert error["param"] == "lora_path" and "source:" not in error["message"], error
 
 
 def test_a_role_that_may_not_write_is_403(locked: Locked) -> None:
