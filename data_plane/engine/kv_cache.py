@@ -15,6 +15,7 @@ from data_plane.errors import ConfigError
 from data_plane.models.attention_checks import AttentionLayer
 from data_plane.plan import Int32Array
 from kernels.copy_blocks import copy_blocks
+from kernels.devices import upload
 from kernels.fp8 import FP8, KVScale, fp8_refusal
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class KVCache:
         Attention masks the old entries by weights of zero, and zero times NaN is NaN.
         """
         self._is_dirty[block_ids] = False
-        index = torch.from_numpy(block_ids.astype("int64")).to(self.keys[0].device)
+        index = upload(block_ids.astype(np.int64), self.keys[0].device)
         for cache in self.tensors:
             if cache.dtype == FP8:
                 codes = cache.view(torch.uint8)  # NaN is 127 with either sign, and there is no infinity

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from data_plane.plan import Int32Array, RowLogprobs
+from kernels.devices import upload
 from kernels.sampling import token_logprobs
 
 # Positions computed together; this bounds the memory beside the logits.
@@ -37,9 +38,9 @@ def compute_logprobs(logits: torch.Tensor, requests: Sequence[LogprobsRequest]) 
         return []
     counts = [len(part.token_ids) for part in requests]
     num_top = max(part.num_top for part in requests)
-    token_ids = torch.from_numpy(np.concatenate([part.token_ids for part in requests]).astype(np.int64))
+    token_ids = upload(np.concatenate([part.token_ids for part in requests]).astype(np.int64), logits.device)
     slices = [
-        token_logprobs(logits[begin : begin + _SLICE], token_ids[begin : begin + _SLICE].to(logits.device), num_top)
+        token_logprobs(logits[begin : begin + _SLICE], token_ids[begin : begin + _SLICE], num_top)
         for begin in range(0, len(logits), _SLICE)
     ]
     logprobs, ranks, top_ids, top_logprobs = (

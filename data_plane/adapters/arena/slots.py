@@ -18,6 +18,7 @@ from data_plane.adapters.arena.placed_head import PlacedHead
 from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.arena.row_tables import RowPages, RowTables
 from data_plane.plan import TargetKind, TargetModule
+from kernels.devices import upload
 from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup
 
 
@@ -249,11 +250,11 @@ class SlotTable:
         slot = adapter.slot
         self.page_ids[start : start + len(adapter.page_ids)] = adapter.page_ids_device.to(torch.int32)
         entries = self._on_device + slot
-        self._first[entries] = torch.from_numpy(first).to(device)
-        self._rank[entries] = torch.from_numpy(columns.rank).to(device)
-        self._scaling[entries] = torch.from_numpy(columns.scaling).to(device)
+        self._first[entries] = upload(first, device)
+        self._rank[entries] = upload(columns.rank, device)
+        self._scaling[entries] = upload(columns.scaling, device)
         for table, starts in vectors.items():
-            self._vectors[table][entries] = torch.from_numpy(starts).to(device)
+            self._vectors[table][entries] = upload(starts, device)
         self.generation[slot] = adapter.generation
         self.host_rank[slot] = columns.rank
         self.host_has_vectors[slot] = np.logical_or.reduce([starts >= 0 for starts in vectors.values()])

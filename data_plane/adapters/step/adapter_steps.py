@@ -20,7 +20,7 @@ from data_plane.adapters.step.lora_step import LoraStep, ModuleNeeds, ShrunkRows
 from data_plane.adapters.step.row_step import RowStep
 from data_plane.errors import StaleSlot
 from data_plane.plan import TargetKind
-from kernels.devices import runs_triton
+from kernels.devices import runs_triton, upload
 from kernels.lora import AdapterSegments, adapter_segments, segments_on_host
 
 
@@ -44,8 +44,8 @@ class AdapterSteps:
     ) -> LoraStep | None:
         """What the step's linears add, or None if no token has an adapter.
 
-        token_slots is int32 [num_tokens], -1 for no adapter, best given on the host; slots_in_step names each slot in
-        it and in `further`. Slots are columns of the slot table. Raises StaleSlot for a slot that is not ready.
+        token_slots is int32 [num_tokens] on the host, -1 for no adapter; slots_in_step names each slot in it and in
+        `further`. Slots are columns of the slot table. Raises StaleSlot for a slot that is not ready.
         """
         if self._arena.unlisted:
             self._arena.list_published()
@@ -53,7 +53,7 @@ class AdapterSteps:
             return None
         slots = np.asarray(slots_in_step)
         self._arena.check_ready(self._table.slot_of_column[slots])
-        host_slots = token_slots.cpu().numpy()
+        host_slots = token_slots.numpy()
         every = host_slots if further is None else np.concatenate([host_slots, *further.every])
         if not np.isin(every, [-1, *slots_in_step]).all():
             unnamed = sorted(set(every.tolist()).difference(slots_in_step) - {-1})
@@ -87,7 +87,7 @@ class AdapterSteps:
         if len(slots) == 0:
             return None
         alone = np.where(host_slots < self._num_slots, host_slots, -1).astype(np.int32)
-        on_device = torch.from_numpy(alone).to(self._device)
+        on_device = upload(alone, self._device)
         return RowStep(self._table.rows, on_device, self._segments(alone), slots.tolist())
 
     def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32], further: FurtherColumns | None) -> LoraStep:
@@ -109,7 +109,7 @@ class AdapterSteps:
         num_slots = self._table.num_columns if has_scales else self._num_slots
         if self._segments_on_host:
             return segments_on_host(token_slots, num_slots)
-        return adapter_segments(torch.from_numpy(token_slots).to(self._device), num_slots)
+        return adapter_segments(upload(token_slots, self._device), num_slots)
 
     def _rotations(self, token_slots: npt.NDArray[np.int32]) -> list[tuple[RotaryTables, torch.Tensor]]:
         if not self._table.rotations:
@@ -119,7 +119,7 @@ class AdapterSteps:
         for slot, tables in self._table.rotations.items():
             slots_by_tables.setdefault(tables, []).append(slot)
         found = [(tables, np.flatnonzero(np.isin(in_slots, slots))) for tables, slots in slots_by_tables.items()]
-        return [(tables, torch.from_numpy(tokens).to(self._device)) for tables, tokens in found if len(tokens)]
+        return [(tables, upload(tokens, self._device)) for tables, tokens in found if len(tokens)]
 
     def _needs_of(self, slots: npt.NDArray[np.intp]) -> ModuleNeeds:
         key = (self._table.version, slots.tobytes())

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.module_groups import ModuleGroups, TableGroup
+from kernels.devices import upload
 from kernels.lora import AdapterSegments, Epilogue, add_lora_group, grouped_segments, segments_on_host
 
 Needs = Callable[[TableGroup], tuple[int, Epilogue | None]]
@@ -36,7 +37,7 @@ class TokenSlots:
             entries = np.where(slots >= 0, expert_ids.numpy() * self._num_slots + slots, -1).astype(np.int32)
             return segments_on_host(entries, num_experts * self._num_slots)
         if self._on_device is None:
-            self._on_device = torch.from_numpy(self._on_host).to(self._device)
+            self._on_device = upload(self._on_host, self._device)
         chosen = self._on_device[tokens]
         entry_ids = torch.where(chosen >= 0, expert_ids * self._num_slots + chosen, -1).to(torch.int32)
         return grouped_segments(entry_ids, num_experts * self._num_slots)

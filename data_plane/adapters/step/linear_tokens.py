@@ -15,6 +15,7 @@ import torch
 from data_plane.adapters.arena.module_groups import TableGroup
 from data_plane.adapters.arena.slots import SlotTable
 from data_plane.plan import Int32Array
+from kernels.devices import upload
 from kernels.lora import AdapterSegments, lora_expand
 
 Shrink = Callable[[AdapterSegments], torch.Tensor]  # float32 [planes, modules, T, width]
@@ -50,7 +51,7 @@ class LinearTokens:
             used = each.clip(min=0)
             sign = table.sign_of_column[used] * (each >= 0)
             slots = table.slot_of_column[used]
-            tensors = (torch.from_numpy(array).to(table.pages.device) for array in (used, slots, sign))
+            tensors = (upload(array, table.pages.device) for array in (used, slots, sign))
             at, slot, signs = tensors
             members.append(_Member(its_segments, at.long(), slot.long(), signs))
         return cls(table, members)

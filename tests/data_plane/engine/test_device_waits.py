@@ -1,0 +1,193 @@
+"""What a step moves between host and device, and where: nothing waits for a device outside the named places.
+
+On a GPU `Tensor.to(device)` of pageable memory, `.cpu()`, `.item()`, `bool(tensor)` and searches for non-zero values
+wait until the device has caught up. Here they are found on the CPU, with the layers that a GPU would run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data_plane.engine.build import build_engine
+from data_plane.engine.engine import TorchEngine
+from data_plane.plan import NewRow, RowSampling
+from tests.data_plane.engine.packing import pack
+from tests.data_plane.engine.planner import GREEDY, array, make_plan
+from tests.data_plane.engine.test_oracle import worker_config
+from tests.makers import make_adapter
+
+ROOT = Path(__file__).parents[3]
+UPLOAD = "kernels/devices.py:upload"
+# The results of a step: one wait. It is the only one of a steady step.
+FETCH = "data_plane/engine/engine.py:_fetch"
+# Only in steps with rows that request log-probabilities.
+LOGPROBS = {f"data_plane/engine/logprobs.py:{name}" for name in ("compute_logprobs", "<genexpr>")}
+# Definitions of the kernels and their forms for the CPU: no GPU runs them.
+CPU_ONLY = ("cpu.py", "native.py", "native_step.py", "reference.py")
+# Calls whose tensor is where it should be already, on a GPU too, and torch's form of attention on a CPU.
+HARMLESS = {
+    "data_plane/models/slot_rotary.py:forward",  # transformers moves its frequencies to the device that they are on
+    *(f"kernels/paged_attention/batch.py:{name}" for name in ("build", "_keys", "_decode", "_prefill", "_mask")),
+}
+WAITING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "unique2", "equal")
+ROWS, PROMPT = 6, [5, 9, 200, 31, 77]
+
+
+@dataclass
+class Moves(TorchDispatchMode):
+    """The calls that may wait for a device, by the function of this repository that makes them."""
+
+    places: Counter[str] = field(default_factory=Counter)
+    upload_bytes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in WAITING_OPS:
+            self.count()
+        return func(*args, **(kwargs or {}))
+
+    def count(self, size_bytes: int = 0) -> None:
+        place = _place()
+        if place is None:
+            return
+        self.places[place] += 1
+        if place == UPLOAD:
+            self.upload_bytes.append(size_bytes)
+
+
+def _place() -> str | None:
+    """The innermost function of data_plane or kernels on the stack; None for one that runs on a CPU only."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT / "data_plane") or path.is_relative_to(ROOT / "kernels"):
+            name = f"{path.relative_to(ROOT)}:{frame.f_code.co_name}"
+            return None if path.name in CPU_ONLY or name in HARMLESS else name
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return None
+
+
+def _moves_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call names a device. A conversion to another type stays where it is."""
+    if name != "to":
+        return True
+    return "device" in kwargs or any(isinstance(value, torch.device | str | torch.Tensor) for value in args)
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moves]:
+    found = Moves()
+
+    def spied(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if _moves_device(name, args, kwargs):
+                found.count(tensor.nbytes)
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    for name in ("to", "cpu", "cuda", "item", "tolist", "pin_memory"):
+        monkeypatch.setattr(torch.Tensor, name, spied(name, getattr(torch.Tensor, name)))
+    yield found
+
+
+@pytest.fixture
+def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
+    """With the layers and the segments that a GPU runs, and adapters of two ranks in slots 0 and 1."""
+    monkeypatch.setattr("data_plane.adapters.step.adapter_steps.runs_triton", lambda tensor: True)
+    engine = build_engine(worker_config(checkpoint, native_code="off"))
+    for slot, rank in enumerate((4, 8)):
+        packed = pack(
+            make_adapter(tmp_path / f"adapter{slot}", checkpoint, rank=rank, seed=slot),
+            engine.capacities.model_fingerprint,
+        )
+        engine.slots.load(slot, 1, packed.digest, packed)
+    return engine
+
+
+def prefill(engine: TorchEngine, sampling: RowSampling, slots: list[int | None]) -> None:
+    new = [
+        NewRow(
+            row=row,
+            token_ids=array(PROMPT),
+            num_prompt_tokens=len(PROMPT),
+            num_computed_tokens=0,
+            block_ids=array([2 * row, 2 * row + 1]),
+            slot=slot,
+            slot_generation=1,
+            sampling=sampling,
+        )
+        for row, slot in enumerate(slots)
+    ]
+    engine.execute(make_plan(1, new=new, prefills=[(row, len(PROMPT)) for row in range(len(slots))]))
+
+
+@pytest.mark.parametrize("slots", [[None] * ROWS, [0, 1, None, 0, 1, None]], ids=["base", "adapters"])
+@pytest.mark.parametrize(
+    ("sampling", "most_uploads"),
+    [(GREEDY, 6), (RowSampling(temperature=0.8, top_k=20, top_p=0.9, seed=3, repetition_penalty=1.2), 17)],
+    ids=["greedy", "drawn"],
+)
+def test_a_steady_step_waits_for_its_results_only(
+    engine: TorchEngine, moves: Moves, sampling: RowSampling, most_uploads: int, slots: list[int | None]
+) -> None:
+    """And uploads no more than it did, besides the tables of attention, which a CPU does not upload."""
+    prefill(engine, sampling, slots)
+    engine.execute(make_plan(2))
+    moves.places.clear()
+    moves.upload_bytes.clear()
+    with moves:
+        output = engine.execute(make_plan(3))
+    assert len(output.rows) == ROWS
+    assert set(moves.places) == {UPLOAD, FETCH}
+    assert moves.places[FETCH] == 1
+    assert moves.places[UPLOAD] <= most_uploads - (slots[0] is None)
+    assert sum(moves.upload_bytes) <= 96 * ROWS, "bytes"
+
+
+def test_log_probabilities_wait_in_their_own_place(engine: TorchEngine, moves: Moves) -> None:
+    prefill(engine, replace(GREEDY, num_logprobs=2), [None, 0])
+    moves.places.clear()
+    with moves:
+        engine.execute(make_plan(2))
+    assert set(moves.places) == {UPLOAD, FETCH} | LOGPROBS
+
+
+def test_a_prefill_with_adapters_waits_for_its_results_only(engine: TorchEngine, moves: Moves) -> None:
+    with moves:
+        prefill(engine, GREEDY, [0, 1, None])
+    assert set(moves.places) == {UPLOAD, FETCH}
+
+
+def test_the_spy_finds_every_kind_of_wait(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proves that the tests above can fail."""
+    monkeypatch.setattr(sys.modules[__name__], "_place", lambda: "here")
+    tensor = torch.ones(3)
+    calls: list[Callable[[], object]] = [
+        lambda: tensor.to("cpu"),
+        lambda: tensor.to(device="cpu"),
+        lambda: tensor.cpu(),
+        lambda: tensor[0].item(),
+        lambda: bool(tensor.all()),
+        lambda: tensor.nonzero(),
+        lambda: tensor.tolist(),
+    ]
+    with moves:
+        for number, call in enumerate(calls):
+            moves.places.clear()
+            call()
+            assert moves.places["here"] > 0, f"call {number} is not seen"
+        moves.places.clear()
+        assert tensor.to(torch.float64).sum() is not None
+        assert not moves.places
