@@ -51,6 +51,19 @@ def test_only_what_ran_to_its_end_has_passed(
     assert says in capsys.readouterr().out
 
 
+def test_a_file_that_cannot_be_imported_fails_alone(gpu_check: ModuleType, tmp_path: Path) -> None:
+    broken, sound = tmp_path / "test_broken.py", tmp_path / "test_sound.py"
+    broken.write_text("import nothing_of_this_name\n")
+    sound.write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it() -> None:\n    pass\n")
+    report = tmp_path / "report.xml"
+    run = subprocess.run(
+        gpu_check.pytest_command([broken, sound], report), cwd=ROOT, capture_output=True, check=False, timeout=120
+    )
+    assert run.returncode == 1, run.stdout.decode()
+    assert b"1 passed, 1 error" in run.stdout
+    assert 'tests="2"' in report.read_text()
+
+
 def test_the_benchmark_reports_rows_left_out(gpu_check: ModuleType) -> None:
     from benchmarks.kernels import bench
 
