@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -141,8 +142,16 @@ def _available_bytes() -> int:
 
 
 def free_bytes_on(device: torch.device, free_bytes: Callable[[], int] = free_host_bytes) -> int:
-    """Memory that is free for blocks and adapters on the device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+    """Memory that is free for blocks and adapters on the device.
+
+    On a GPU torch first gives back what it keeps of freed tensors: loading leaves gigabytes of separate weights there
+    that were fused into one, and the device counts them as used.
+    """
+    if device.type != "cuda":
+        return free_bytes()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def fitting_blocks(
