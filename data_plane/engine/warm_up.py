@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from contract.hello_bounds import MAX_ROWS, MAX_STEP_TOKENS
 from contract.process_log import Progress, shown
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import ArenaFull
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 ADAPTERS = ((8, False), (16, False), (16, True), (32, False), (64, False))  # rank, whether it has such vectors
 # Tokens of a prefill: from 512 on blocks have 32 tokens of an adapter; and an odd number.
 LONG_CHUNK, SHORT_CHUNK = 512, 17
+# Rows that decode: libraries choose other kernels for more rows, and load each at its first use.
+MANY_ROWS = (16, 64)
 # Long enough for attention to a sequence to be cut in parts.
 LONG_CONTEXT = 4096
 
@@ -57,8 +60,11 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All cases, those of one adapter next to each other."""
+    """All cases, those of one adapter next to each other. The first is the largest step that a plan may contain."""
     return [
+        # The largest step goes first: if memory is short, the worker says so at once.
+        Case(MAX_ROWS, MAX_STEP_TOKENS, sampling=_EVERYTHING),
+        *(Case(num_rows, 1) for num_rows in MANY_ROWS),
         *(Case(num_rows, SHORT_CHUNK, sampling=sampling) for num_rows in (1, 3) for sampling in (_DRAWN, _EVERYTHING)),
         *(Case(num_rows, LONG_CHUNK, num_context) for num_rows in (1, 3) for num_context in (0, LONG_CONTEXT)),
         *(

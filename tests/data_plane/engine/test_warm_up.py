@@ -52,7 +52,10 @@ def test_every_kind_of_step_is_run(checkpoint: Path) -> None:
     assert {int(tokens) for tokens, row in new if row.slot is None} >= {LONG_CHUNK - 1, SHORT_CHUNK}
     assert max(row.num_computed_tokens for _, row in new) >= 500, "a context over many blocks"
     decodes = [len(output.rows) for plan, output in engine.seen if not plan.new_rows and not len(plan.freed_rows)]
-    assert set(decodes) == {1, 3}
+    assert set(decodes) == {1, 3, 16, engine.capacities.max_rows}
+    largest, _ = engine.seen[0]
+    assert len(largest.new_rows) == engine.capacities.max_rows
+    assert largest.prefills[:, 1].sum() == engine.capacities.max_step_tokens
     samplings = {(row.sampling.temperature > 0, row.sampling.top_k > 0) for _, row in new}
     assert samplings == {(False, False), (True, False), (True, True)}
     assert any(output.sampled_logprobs for _, output in engine.seen)
