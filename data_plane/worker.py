@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The longest time that a thread which loads adapters keeps the compute thread waiting for Python's lock: Python's 5 ms
+# are most of a decode step.
+SWITCH_INTERVAL_S = 0.0005
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker with the real engine; the process exit code."""
@@ -76,12 +80,18 @@ def _build_and_run(argv: Sequence[str]) -> int:
 
         engine = build_engine(config)
         check_engine(engine)
-        gc.collect()
-        gc.freeze()  # the model lives as long as the process: no collection need walk it between two steps
+        settle()
         return run_worker(engine, config, record=recording)
     except ConfigError as error:
         print(f"{parser.prog}: {redacted(str(error))}", file=sys.stderr)
         return WRONG_COMMAND_LINE
+
+
+def settle() -> None:
+    """Keep Python out of the way of the steps. To be called once, when everything that lives long is built."""
+    gc.collect()
+    gc.freeze()  # the model lives as long as the process: no collection need walk it between two steps
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def run_worker(

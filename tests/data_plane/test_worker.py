@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import signal
@@ -21,7 +22,7 @@ from contract.v1.plan_pb2_grpc import WorkerServiceStub
 from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource
 from data_plane.config import WorkerConfig
 from data_plane.errors import ConfigError
-from data_plane.worker import host_cache_access, main, refuse_foreign_kernels, source_factory
+from data_plane.worker import SWITCH_INTERVAL_S, host_cache_access, main, refuse_foreign_kernels, settle, source_factory
 from tests.fakes.fleet_rig import FINGERPRINT, GrpcRig, expected, make_request, read_all
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,18 @@ def test_no_checkpoint_and_an_unknown_flag_end_with_one_line(
 
 def worker_config(tmp_path: Path, **settings: Any) -> WorkerConfig:
     return WorkerConfig(control_plane="127.0.0.1:1", model_dir=tmp_path, worker_id="w0", **settings)
+
+
+def test_a_built_worker_is_frozen_and_its_threads_take_short_turns() -> None:
+    interval_s = sys.getswitchinterval()
+    try:
+        settle()
+        assert gc.get_freeze_count() > 0
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+        assert interval_s > 2 * SWITCH_INTERVAL_S
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval_s)
 
 
 def welcome(url: str, *, needs_password: bool = False) -> plan_pb2.Welcome:
