@@ -55,11 +55,14 @@ __all__ = [
 ]
 
 
-def adapter_segments(token_slots: torch.Tensor, num_slots: int, *, block_tokens: int | None = None) -> AdapterSegments:
+def adapter_segments(
+    token_slots: torch.Tensor, num_slots: int, *, num_groups: int | None = None, block_tokens: int | None = None
+) -> AdapterSegments:
     """Group int32 [T] token slots by slot, once per step, without waiting for the device.
 
     Tokens of another slot than 0 .. num_slots - 1 have no adapter. A block holds tokens of one slot; the number of
-    blocks is the most that T tokens can need, those left over have slot -1. With 8 slots and blocks of 2 tokens:
+    blocks is the most that T tokens can need, those left over have slot -1. A host that knows how many slots the tokens
+    name gives num_groups, and the kernels launch no programs for others. With 8 slots and blocks of 2 tokens:
 
         token_slots    7 -1  2  7  7
         order          2  0  3  4 -1     token 2 for slot 2; tokens 0 3 4 for slot 7; token 1 has no adapter
@@ -78,8 +81,8 @@ def adapter_segments(token_slots: torch.Tensor, num_slots: int, *, block_tokens:
     if token_slots.is_cuda and has_triton():
         from kernels.lora import triton_segments
 
-        return triton_segments.segments(token_slots.contiguous(), num_slots, block_tokens)
-    return segments_in_torch(token_slots, num_slots, block_tokens)
+        return triton_segments.segments(token_slots.contiguous(), num_slots, block_tokens, num_groups)
+    return segments_in_torch(token_slots, num_slots, block_tokens, num_groups)
 
 
 def grouped_segments(token_slots: torch.Tensor, num_slots: int) -> AdapterSegments:

@@ -1,7 +1,7 @@
 """Tokens grouped by slot on their device: what the shrink and expand kernels walk over.
 
-The size of the tensors depends on the numbers of tokens and slots only, and building them never waits for
-the device, so that a captured graph may hold them.
+The size of the tensors depends on the numbers of tokens and slots and on one bucket of the step, that of its slots.
+Building them never waits for the device, so that a captured graph may hold them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from kernels.buckets import bucket
 
 # The fewest rows of a tensor core product.
 MIN_BLOCK_TOKENS = 16
@@ -42,10 +44,16 @@ class AdapterSegments:
         return self.block_slot.shape[0]
 
 
-def max_blocks(num_tokens: int, num_slots: int, block_tokens: int) -> int:
-    """Blocks that T tokens need at most: G groups fill G + (T - G) // block_tokens."""
-    num_groups = min(num_tokens, num_slots)
-    return num_groups + (num_tokens - num_groups) // block_tokens
+def max_blocks(num_tokens: int, num_slots: int, block_tokens: int, num_groups: int | None = None) -> int:
+    """Blocks that T tokens need at most: G groups fill G + (T - G) // block_tokens.
+
+    Without `num_groups`, how many slots the tokens name, each token or each slot may make a group. 64 tokens of 8 among
+    256 slots in blocks of 16: 64 blocks if the 8 is not known, 8 + 56 // 16 = 11 if it is.
+    """
+    most = min(num_tokens, num_slots)
+    if num_groups is not None:
+        most = min(most, bucket(max(num_groups, 1)))
+    return most + (num_tokens - most) // block_tokens
 
 
 def default_block_tokens(num_tokens: int) -> int:
@@ -57,17 +65,21 @@ def padded_block_tokens(block_tokens: int) -> int:
     return max(MIN_BLOCK_TOKENS, 1 << (block_tokens - 1).bit_length())
 
 
-def empty_segments(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> AdapterSegments:
+def empty_segments(
+    token_slots: torch.Tensor, num_slots: int, block_tokens: int, num_groups: int | None = None
+) -> AdapterSegments:
     """Segments of the right sizes whose values are not set."""
     num_tokens = token_slots.shape[0]
-    num_blocks = max_blocks(num_tokens, num_slots, block_tokens)
+    num_blocks = max_blocks(num_tokens, num_slots, block_tokens, num_groups)
     slot, start, end = (token_slots.new_empty(num_blocks) for _ in range(3))
     return AdapterSegments(token_slots.new_empty(num_tokens), slot, start, end, block_tokens, num_slots)
 
 
-def segments_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> AdapterSegments:
+def segments_in_torch(
+    token_slots: torch.Tensor, num_slots: int, block_tokens: int, num_groups: int | None = None
+) -> AdapterSegments:
     """The definition, and what runs where there is no Triton."""
-    segments = empty_segments(token_slots, num_slots, block_tokens)
+    segments = empty_segments(token_slots, num_slots, block_tokens, num_groups)
     has_slot = (token_slots >= 0) & (token_slots < num_slots)
     keys = torch.where(has_slot, token_slots, num_slots)
     ordered, order = torch.sort(keys, stable=True)

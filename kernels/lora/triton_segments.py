@@ -68,15 +68,22 @@ def place_kernel(
         for begin in range(start, end, BLOCK * block_tokens):
             offs_b = begin + offs * block_tokens
             block = first_block + (offs_b - start) // block_tokens
-            is_block = offs_b < end
+            is_block = (offs_b < end) & (block < num_blocks)
             tl.store(block_slot_ptr + block, slot, mask=is_block)
             tl.store(block_start_ptr + block, offs_b, mask=is_block)
             tl.store(block_end_ptr + block, tl.minimum(offs_b + block_tokens, end), mask=is_block)
 
 
-def segments(token_slots: torch.Tensor, num_slots: int, block_tokens: int, *, block: int = BLOCK) -> AdapterSegments:
+def segments(
+    token_slots: torch.Tensor,
+    num_slots: int,
+    block_tokens: int,
+    num_groups: int | None = None,
+    *,
+    block: int = BLOCK,
+) -> AdapterSegments:
     """See kernels.lora.adapter_segments."""
-    out = empty_segments(token_slots, num_slots, block_tokens)
+    out = empty_segments(token_slots, num_slots, block_tokens, num_groups)
     if out.num_tokens == 0:
         return out
     counts = token_slots.new_empty(num_slots)

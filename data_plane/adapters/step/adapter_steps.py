@@ -109,7 +109,8 @@ class AdapterSteps:
         num_slots = self._table.num_columns if has_scales else self._num_slots
         if self._segments_on_host:
             return segments_on_host(token_slots, num_slots)
-        return adapter_segments(upload(token_slots, self._device), num_slots)
+        num_groups = len(np.unique(token_slots[(token_slots >= 0) & (token_slots < num_slots)]))
+        return adapter_segments(upload(token_slots, self._device), num_slots, num_groups=num_groups)
 
     def _rotations(self, token_slots: npt.NDArray[np.int32]) -> list[tuple[RotaryTables, torch.Tensor]]:
         if not self._table.rotations:

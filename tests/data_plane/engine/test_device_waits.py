@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
+from kernels.lora import AdapterSegments, adapter_segments
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
 from tests.data_plane.engine.test_oracle import worker_config
@@ -154,6 +155,25 @@ def test_a_steady_step_waits_for_its_results_only(
     assert moves.places[FETCH] == 1
     assert moves.places[UPLOAD] <= most_uploads - (slots[0] is None)
     assert sum(moves.upload_bytes) <= 96 * ROWS, "bytes"
+
+
+@pytest.mark.parametrize(("slots", "num_blocks"), [([0] * ROWS, 1), ([0, 1, None, 0, 1, None], 2)])
+def test_programs_of_a_step_follow_its_adapters(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slots: list[int | None], num_blocks: int
+) -> None:
+    """Not the slots of the arena, of which there are 8."""
+    seen: list[int] = []
+
+    def kept(*args: Any, **named: Any) -> AdapterSegments:
+        segments = adapter_segments(*args, **named)
+        seen.append(segments.num_blocks)
+        return segments
+
+    monkeypatch.setattr("data_plane.adapters.step.adapter_steps.adapter_segments", kept)
+    prefill(engine, GREEDY, slots)
+    seen.clear()
+    engine.execute(make_plan(2))
+    assert seen and set(seen) == {num_blocks}
 
 
 def test_log_probabilities_wait_in_their_own_place(engine: TorchEngine, moves: Moves) -> None:

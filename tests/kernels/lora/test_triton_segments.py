@@ -58,6 +58,36 @@ def test_both_equal_a_plain_loop(name: str, block_tokens: int, device: torch.dev
     assert lists(triton_segments.segments(token_slots, num_slots, block_tokens, block=16)) == expected
 
 
+@pytest.mark.parametrize("name", TOKEN_SLOTS)
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+def test_blocks_for_the_slots_of_the_tokens_are_the_first_of_all(
+    name: str, block_tokens: int, device: torch.device
+) -> None:
+    """What is left out are blocks of no slot."""
+    slots, num_slots = TOKEN_SLOTS[name]
+    num_groups = len({slot for slot in slots if 0 <= slot < num_slots})
+    token_slots = torch.tensor(slots, dtype=torch.int32, device=device)
+    every = lists(segments_in_torch(token_slots, num_slots, block_tokens))
+    fewer = lists(segments_in_torch(token_slots, num_slots, block_tokens, num_groups))
+    num_blocks = len(fewer["block_slot"])
+    assert fewer == {part: values if part == "order" else values[:num_blocks] for part, values in every.items()}
+    assert not any(slot >= 0 for slot in every["block_slot"][num_blocks:])
+    assert lists(triton_segments.segments(token_slots, num_slots, block_tokens, num_groups, block=16)) == fewer
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_adapters", "num_blocks"),
+    [(1, 1, 1), (64, 8, 11), (64, 64, 64), (256, 8, 23), (256, 64, 76), (256, 9, 31), (256, 16, 31)],
+)
+def test_blocks_follow_the_adapters_of_a_step_not_the_slots_of_the_table(
+    num_tokens: int, num_adapters: int, num_blocks: int
+) -> None:
+    """Each block is a row of programs in every launch of the LoRA kernels. Without the number they are min(T, 256)."""
+    slots = (torch.arange(num_tokens, dtype=torch.int32) % num_adapters) * 3
+    assert adapter_segments(slots, 256, num_groups=num_adapters).num_blocks == num_blocks
+    assert adapter_segments(slots, 256).num_blocks == num_tokens
+
+
 @settings(max_examples=12)
 @given(st.integers(1, 9), st.lists(st.integers(-1, 8), max_size=60), st.sampled_from([1, 3, 16]))
 def test_random_segments(num_slots: int, slots: list[int], block_tokens: int) -> None:
@@ -66,6 +96,10 @@ def test_random_segments(num_slots: int, slots: list[int], block_tokens: int) ->
     expected = plain(slots, num_slots, block_tokens)
     assert lists(segments_in_torch(token_slots, num_slots, block_tokens)) == expected
     assert lists(triton_segments.segments(token_slots, num_slots, block_tokens, block=32)) == expected
+    num_groups = len({slot for slot in slots if 0 <= slot < num_slots})
+    fewer = lists(triton_segments.segments(token_slots, num_slots, block_tokens, num_groups, block=32))
+    assert fewer == lists(segments_in_torch(token_slots, num_slots, block_tokens, num_groups))
+    assert [slot for slot in fewer["block_slot"] if slot >= 0] == [s for s in expected["block_slot"] if s >= 0]
 
 
 def test_example_of_the_docstring() -> None:
