@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
+from kernels import native
 from kernels.lora import AdapterSegments, adapter_segments
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
@@ -101,6 +102,13 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moves]:
     for name in ("to", "cpu", "cuda", "item", "tolist", "pin_memory"):
         monkeypatch.setattr(torch.Tensor, name, spied(name, getattr(torch.Tensor, name)))
     yield found
+
+
+@pytest.fixture(autouse=True)
+def _native_settings_of_this_test() -> Iterator[None]:
+    usual = native.settings()
+    yield
+    native.configure(usual)
 
 
 @pytest.fixture
