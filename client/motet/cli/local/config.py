@@ -60,22 +60,30 @@ def _check(arguments: argparse.Namespace) -> int:
     return code
 
 
-class _WrongSettings(Exception):
+class WrongSettings(Exception):
     """What a command line with these settings would be refused for."""
 
 
 class _RaisingParser(Parser):
     def refuse(self, reason: str) -> NoReturn:
-        raise _WrongSettings(reason.replace(f"; see {self.prog} --help", ""))
+        raise WrongSettings(reason.replace(f"; see {self.prog} --help", ""))
+
+
+def settings_of(config: Any, path: Path | None) -> Any:
+    """What the module of one part makes of the file, under the environment. Raises WrongSettings."""
+    build: Callable[[argparse.Namespace], object] = config.from_args
+    parser = _RaisingParser(prog="motet", allow_abbrev=False)
+    try:
+        config.add_arguments(parser, config.environment([] if path is None else ["--config", os.fspath(path)]))
+        return build(parser.parse_args([]))
+    except Exception as error:  # of each part's own kind: the command reports it, whatever it is
+        raise WrongSettings(str(error)) from error
 
 
 def _find_mistake(config: Any, path: Path) -> str | None:
     """What is wrong with the settings of one part, the environment included. None: they can be used."""
-    build: Callable[[argparse.Namespace], object] = config.from_args
-    parser = _RaisingParser(prog="motet", allow_abbrev=False)
     try:
-        config.add_arguments(parser, config.environment(["--config", os.fspath(path)]))
-        build(parser.parse_args([]))
-    except Exception as error:  # of each part's own kind: the command reports it, whatever it is
+        settings_of(config, path)
+    except WrongSettings as error:
         return str(error)
     return None

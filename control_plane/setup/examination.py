@@ -1,0 +1,172 @@
+"""Examines where a control plane would run: Redis, store, certificates, ports, clock, limits. Leaves nothing behind."""
+
+from __future__ import annotations
+
+import resource
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from contract.redis_access import RedisAccess
+from contract.settings.findings import Finding, State
+from control_plane.access.server_certificates import parse
+from control_plane.config import DEFAULT_MAX_CONNECTIONS, ServerConfig
+from control_plane.registry.store.open_store import open_store
+
+REDIS_TIMEOUT_S = 5.0
+MAX_CLOCK_DIFFERENCE_S = 5.0
+EXPIRES_SOON_S = 14 * 86400.0
+SLOW_STORE_S = 1.0
+FILES_FOR_CONNECTIONS = 2  # of each connection
+
+
+def examine(config: ServerConfig, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """Everything that can be looked at beside a server that runs. Each look may take some seconds."""
+    yield from _host_cache(config, wall_clock)
+    yield _store(config)
+    for port, cert, key, client_ca in (
+        ("clients", config.access.tls_cert, config.access.tls_key, config.access.tls_client_ca),
+        ("workers", config.access.worker_tls_cert, config.access.worker_tls_key, config.access.worker_tls_client_ca),
+    ):
+        if cert is not None and key is not None:
+            yield _certificate(f"certificate of the {port}' port", cert, key, client_ca, wall_clock)
+    for flag, address in (
+        ("--listen", config.listen),
+        ("--worker-listen", config.worker_listen),
+        ("--metrics-listen", config.metrics_listen),
+    ):
+        if address is not None:
+            yield _port(flag, address)
+    yield _open_files(config)
+
+
+def _host_cache(config: ServerConfig, wall_clock: Callable[[], float]) -> Iterator[Finding]:
+    if config.host_cache == "memory":
+        yield Finding("host cache", State.OK, "in this process's memory")
+        return
+    access = config.redis
+    if access is not None:
+        yield from _redis(access, wall_clock)
+        return
+    from control_plane.host_cache.embedded import RedisNotFound, find_redis_server
+
+    try:
+        yield Finding("host cache", State.OK, f"embedded Redis, {find_redis_server()}")
+    except RedisNotFound as error:
+        yield Finding("host cache", State.WRONG, str(error), "install one of them, or give --redis-url")
+
+
+def _redis(access: RedisAccess, wall_clock: Callable[[], float]) -> Iterator[Finding]:
+    import redis
+
+    from control_plane.host_cache.redis_client import make_client
+
+    name = f"Redis at {access}"
+    try:
+        with closing(make_client(access, REDIS_TIMEOUT_S)) as client:
+            begun_s = time.perf_counter()
+            client.ping()
+            took_s = time.perf_counter() - begun_s
+            seconds, microseconds = client.time()
+            policy = _policy(client)
+    except (redis.RedisError, OSError, ValueError) as error:
+        yield Finding(name, State.WRONG, str(error), "check address, user, password and TLS of --redis-url")
+        return
+    yield Finding(name, State.OK, f"responds in {1000 * took_s:.1f} ms")
+    if policy not in ("", "noeviction"):
+        advice = "set maxmemory-policy noeviction: Motet removes what it does not need, and pinned adapters must stay"
+        yield Finding(f"{name}: maxmemory-policy", State.WARNING, policy, advice)
+    difference_s = wall_clock() - (seconds + microseconds / 1e6)
+    is_near = abs(difference_s) <= MAX_CLOCK_DIFFERENCE_S
+    yield Finding(
+        "clock",
+        State.OK if is_near else State.WARNING,
+        f"{difference_s:+.1f} s from that of Redis",
+        "" if is_near else "synchronise both machines (NTP): tokens, certificates and expiries go by the clock",
+    )
+
+
+def _policy(client: object) -> str:
+    """What Redis does when it is full; empty if this user may not know."""
+    import redis
+
+    try:
+        found = client.config_get("maxmemory-policy")  # type: ignore[attr-defined]
+    except redis.RedisError:
+        return ""
+    value = next(iter(found.values()), "")
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _store(config: ServerConfig) -> Finding:
+    """Writes one small key, and removes it again."""
+    name, key = f"artifact store {config.store_url}", f"tmp/doctor-{secrets.token_hex(8)}"
+    try:
+        begun_s = time.perf_counter()
+        if "://" not in config.store_url:
+            _try_directory(Path(config.store_url))
+        else:
+            store = open_store(config.store_url, is_exclusive=True)
+            tag = store.put_if_absent(key, b"motet doctor")
+            store.delete(key, tag)
+        took_s = time.perf_counter() - begun_s
+    except (OSError, ValueError) as error:
+        return Finding(name, State.WRONG, str(error), "check --store, its credentials and its permissions")
+    is_fast = took_s <= SLOW_STORE_S
+    detail = f"a small file is written and removed in {1000 * took_s:.0f} ms"
+    return Finding(
+        name,
+        State.OK if is_fast else State.WARNING,
+        detail,
+        "" if is_fast else "registering adapters will be slow: use a faster disk, or a bucket that is nearer",
+    )
+
+
+def _try_directory(directory: Path) -> None:
+    """Raises OSError. The directory of a server that runs stays as it is, and one that is not there is not made."""
+    while not directory.exists():
+        directory = directory.parent
+    file = directory / f".motet-doctor-{secrets.token_hex(8)}"
+    try:
+        file.write_bytes(b"motet doctor")
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _certificate(name: str, cert: Path, key: Path, client_ca: Path | None, wall_clock: Callable[[], float]) -> Finding:
+    try:
+        authorities = None if client_ca is None else client_ca.read_bytes()
+        found = parse(cert.read_bytes(), key.read_bytes(), authorities, wall_clock=wall_clock)
+    except (OSError, ValueError) as error:
+        return Finding(name, State.WRONG, f"{cert}: {error}", "renew it; running servers read it without a restart")
+    left_s = found.not_after_s - wall_clock()
+    until = f"{datetime.fromtimestamp(found.not_after_s, UTC):%Y-%m-%d %H:%M} UTC"
+    if left_s < EXPIRES_SOON_S:
+        return Finding(name, State.WARNING, f"{cert}: valid until {until}", "renew it soon")
+    return Finding(name, State.OK, f"{cert}: valid until {until}")
+
+
+def _port(flag: str, address: str) -> Finding:
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        advice = "give another address, or end the process that has it (a server that runs already has its own ports)"
+        return Finding(f"{flag} {address}", State.WARNING, str(error.strerror or error), advice)
+    return Finding(f"{flag} {address}", State.OK, "free")
+
+
+def _open_files(config: ServerConfig) -> Finding:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = FILES_FOR_CONNECTIONS * (config.max_connections or DEFAULT_MAX_CONNECTIONS)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        advice = f"raise it to {wanted} (ulimit -Hn, LimitNOFILE=), or lower --max-connections"
+        return Finding("limit of open files", State.WARNING, str(hard), advice)
+    return Finding("limit of open files", State.OK, "none" if hard == resource.RLIM_INFINITY else str(hard))
