@@ -102,6 +102,18 @@ def test_clocks_may_differ_by_a_minute() -> None:
     assert "has expired" in refusal(text, now_s=NOW_S + 660)
 
 
+def test_the_refusal_of_an_expired_token_names_its_holder_and_gives_no_rights() -> None:
+    """The audit log says who still uses an old token. A token that the issuer did not sign names nobody."""
+    late_s = NOW_S + 660
+    with pytest.raises(Unauthenticated) as caught:
+        method(now_s=late_s).principal(Presented(token=token(ED)))
+    assert caught.value.refused_principal == Principal("jwt:alice", frozenset(), ("acme",), None, NOW_S + 660)
+    for text in (token(OTHER), token(ED, aud="other"), token(ED, sub="a\nb"), token(ED, tenant=7)):
+        with pytest.raises(Unauthenticated) as caught:
+            method(now_s=late_s).principal(Presented(token=text))
+        assert caught.value.refused_principal is None
+
+
 def es_in_der() -> str:
     """An ES256 token whose signature has the form of certificates, not that of tokens."""
     head, claims, _ = token(ES, "ES256").split(".")
