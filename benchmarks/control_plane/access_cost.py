@@ -4,14 +4,17 @@
 them the same load in turn. Prints one JSON object, and exits with 1 where a limit of LIMITS is missed. The machine may
 be busy: what counts is the CPU time of the control plane's process, and of that the median ratio of two rounds that
 follow each other. Two processes of one command differ by several percent, so the pair is started anew `--pairs` times,
-and the result is the geometric mean over the pairs with its standard error; `--null` turns nothing on in either. The
-key check alone, in this process, shows what a ratio near 1 cannot.
+and the result is the geometric mean over the pairs with its 95% confidence interval. Both processes of a pair have the
+same hash seed and no random addresses, which makes them more equal. `--keep FILE` adds the pairs to those of earlier
+runs, so that a machine with other work can be borrowed for short pieces. `--null` turns nothing on in either.
+The key check alone, in this process, shows what a ratio near 1 cannot.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import json
 import math
@@ -42,6 +45,10 @@ NUM_KEYS = 1000
 GENERATE = "/motet.v1.GenerationService/Generate"
 Rounds = dict[bool, list[dict[str, float]]]  # with (True) and without
 LIMITS = {"cpu_per_token": 1.03, "key_check_us": 20.0}
+ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
+# Two-sided 95% quantiles of Student's t by degrees of freedom; beyond the last one the error is below 1%.
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
+T_95_BEYOND = 2.04
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,8 @@ def serving(work_dir: Path, cache: Path, args: argparse.Namespace, *, is_guarded
         key = write_keys(work_dir / "keys.json")
         flags += ["--api-keys", str(work_dir / "keys.json"), "--audit-log", str(work_dir / "audit.jsonl")]
         metadata = (("authorization", f"Bearer {key}"),)
-    with System(make_base("tiny", cache), work_dir / "system", control_flags=flags) as system:
+    equal = {"PYTHONHASHSEED": "0"}
+    with System(make_base("tiny", cache), work_dir / "system", control_flags=flags, environment=equal) as system:
         worker_flags = ["--max-rows", str(args.streams), "--num-blocks", str(args.streams * 16)]
         system.start_worker(flags=worker_flags, command=("-m", "tests.fakes.hash_worker"))
         names = [f"bench-{number}" for number in range(args.adapters)]
@@ -151,16 +159,27 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each in a pair (default 5)")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of control planes, one after the other (default 8)")
     parser.add_argument("--null", action="store_true", help="turn nothing on in either control plane")
+    parser.add_argument("--keep", type=Path, help="a file of pairs: add each pair, and report on all of them")
+    parser.add_argument("--time-s", type=float, default=math.inf, help="start no further pair after these seconds")
     args = parser.parse_args()
+    ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)  # for the processes that this one starts
     cache = ROOT / ".motet" / "bench"
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as name:
         checks = key_check_us(Path(name))
-        pairs = [_pair(Path(name) / f"{number}", cache, args, number) for number in range(args.pairs)]
+        began_s, pairs = time.monotonic(), []
+        for number in range(args.pairs):
+            if time.monotonic() - began_s < args.time_s:
+                pairs.append(_pair(Path(name) / f"{number}", cache, args, number))
+                _keep(args.keep, _ratio(pairs[-1], "cpu_us_per_token"))
+    ratios = [_ratio(pair, "cpu_us_per_token") for pair in pairs]
+    if args.keep is not None:
+        ratios = [float(line) for line in args.keep.read_text(encoding="utf-8").split()]
     every: Rounds = {kind: [one for pair in pairs for one in pair[kind]] for kind in (False, True)}
     medians = {
         kind: {key: statistics.median(one[key] for one in every[kind]) for key in every[kind][0]} for kind in every
     }
-    ratio, error = _mean([_ratio(pair, "cpu_us_per_token") for pair in pairs])
+    ratio, error = _mean(ratios)
+    low, high = _interval(ratios)
     report = {
         "streams": args.streams,
         "tokens": args.tokens,
@@ -168,11 +187,12 @@ def main() -> int:
         "with": _rounded(medians[True]),
         "cpu_per_token_ratio": round(ratio, 4),
         "cpu_per_token_ratio_error": round(error, 4),
+        "cpu_per_token_ratio_95": [round(low, 4), round(high, 4)],
         "throughput_ratio": round(_mean([_ratio(pair, "tokens_per_s") for pair in pairs])[0], 4),
         "caller_us": _rounded(checks),
         "key_check_us": round(checks["with"] - checks["without"], 2),
         "key_check_share": round((checks["with"] - checks["without"]) / medians[False]["cpu_us_per_request"], 5),
-        "pairs": [round(_ratio(pair, "cpu_us_per_token"), 4) for pair in pairs],
+        "pairs": [round(one, 4) for one in ratios],
     }
     print(json.dumps(report, indent=1))
     return int(ratio > LIMITS["cpu_per_token"] or checks["with"] > LIMITS["key_check_us"])
@@ -201,6 +221,24 @@ def _mean(ratios: list[float]) -> tuple[float, float]:
     spread = statistics.stdev(logs) if len(logs) > 1 else 0.0
     mean = math.exp(statistics.fmean(logs))
     return mean, mean * spread / math.sqrt(len(logs))
+
+
+def _interval(ratios: list[float]) -> tuple[float, float]:
+    """The 95% confidence interval of the geometric mean; without limits for a single pair."""
+    if len(ratios) < 2:
+        return 0.0, math.inf
+    mean, error = _mean(ratios)
+    num_free = len(ratios) - 1
+    quantile = T_95[num_free - 1] if num_free <= len(T_95) else T_95_BEYOND
+    width = quantile * error / mean
+    return mean * math.exp(-width), mean * math.exp(width)
+
+
+def _keep(path: Path | None, ratio: float) -> None:
+    """Add a pair to the file that outlives this run, if there is one."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{ratio:.6f}\n")
 
 
 def _ratio(rounds: Rounds, key: str) -> float:
