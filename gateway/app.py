@@ -59,7 +59,7 @@ def gateway_app(config: GatewayConfig, place: Place | None = None) -> Starlette:
         document = document_route(described)
         routes = [document, *known, Mount("/api/v1", tinker_app(tinker))]
         app = Starlette(routes=routes, exception_handlers=dict(EXCEPTION_HANDLERS))
-        guarded = Origins(Keys(Traces(app)), config.http.allowed_origins)
+        guarded = Origins(Keys(Traces(app)), config.http.allowed_origins, config.http.known_hosts)
         joined.app = metrics.counted(guarded, [document, *described])
         sweeping = asyncio.create_task(_sweep(futures))
         try:

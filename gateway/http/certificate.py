@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import ssl
+import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -50,12 +52,19 @@ class Certificate:
             await asyncio.to_thread(self.look)
 
     def _signature(self) -> Signature:
-        stats = (path.stat() for path in (self._cert, self._key))
+        stats = [path.stat() for path in (self._cert, self._key)]
+        if not all(stat.S_ISREG(found.st_mode) for found in stats):
+            raise OSError(errno.EINVAL, "not a regular file")  # reading a named pipe would wait for its writer
         return tuple((found.st_mtime_ns, found.st_size, found.st_ino) for found in stats)
 
 
 def _load(cert: Path, key: Path) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(cert, key)
+    context.load_cert_chain(cert, key, password=_no_password)
     context.set_alpn_protocols(["http/1.1"])
     return context
+
+
+def _no_password() -> str:
+    """For an encrypted key, about which OpenSSL would ask the terminal and wait. Such a key cannot be used."""
+    return ""

@@ -1,12 +1,13 @@
 """What web pages may do: nothing, unless the operator allows their origin.
 
 A browser names the page's origin with every request of another page, and with every POST. Without this check a page
-that somebody opens could use a gateway on their machine, or one that trusts their network.
+that somebody opens could use a gateway on their machine, or one that trusts their network. A page that points its own
+name to this machine once it is loaded (DNS rebinding) has no other origin for the browser, and sends its name as Host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -19,8 +20,10 @@ FLAG = "--allow-origin"
 class Origins:
     """ASGI: refuses requests of other origins with 403, and one whose body has two lengths with 400."""
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
-        """`allowed`: origins such as https://chat.example.org, or "*" for all."""
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], hosts: Collection[str] | None = None) -> None:
+        """`allowed`: origins such as https://chat.example.org, or "*" for all. `hosts`: names of the server beside
+        those of this machine, in lower case and without a port; None: any name.
+        """
         self._app = CORSMiddleware(
             app,
             allow_origins=list(allowed),
@@ -29,6 +32,7 @@ class Origins:
             expose_headers=["x-request-id", "x-motet-adapter-digest", "retry-after", "retry-after-ms"],
         )
         self._allowed = frozenset(allowed)
+        self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (response := self._refusal(Headers(scope=scope))) is not None:
@@ -43,7 +47,27 @@ class Origins:
         # A proxy in front may believe the other one of the two, and take a part of the body for the next request.
         if "transfer-encoding" in headers and "content-length" in headers:
             return _refused(400, "the request has Transfer-Encoding and Content-Length; send one of them")
+        host = headers.get("host", "")
+        if self._hosts is not None and (name := _name_of(host)) not in self._hosts and not _is_this_machine(name):
+            return _refused(
+                403,
+                f"Host {host[:200]!r} is not a name of this server, which serves this machine alone; use 127.0.0.1 or "
+                "localhost, or start it with --allow-host NAME",
+            )
         return None
+
+
+def _name_of(host: str) -> str:
+    """The name in a header Host, without its port."""
+    name = host.strip().lower()
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+
+
+def _is_this_machine(name: str) -> bool:
+    """Whether no page can have this name: localhost, a loopback address, or none at all."""
+    parts = name.split(".")
+    is_address = len(parts) == 4 and all(part.isascii() and part.isdecimal() for part in parts)
+    return name in ("localhost", "::1", "") or (is_address and parts[0] == "127")
 
 
 def _refused(status: int, message: str) -> JSONResponse:

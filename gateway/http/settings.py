@@ -80,6 +80,15 @@ class HttpSettings:
         parse=str,
         is_repeatable=True,
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        "further name under which clients reach a server that listens on loopback; may be repeated",
+        (),
+        name="--allow-host",
+        metavar="NAME",
+        shown_default="names of this machine",
+        parse=str,
+        is_repeatable=True,
+    )
     max_connections: int = setting(
         "connections of a process at once; above it a new one takes the place of one without a request",
         1024,
@@ -105,6 +114,9 @@ class HttpSettings:
                 raise ValueError(
                     f"--allow-origin: {origin!r} is not an origin; give SCHEME://HOST or SCHEME://HOST:PORT"
                 )
+        for name in self.allowed_hosts:
+            if not name or name != name.lower() or set(name) & set(":/* "):
+                raise ValueError(f"--allow-host: {name!r} is not a host's name in lower case, without a port")
         host, port = split_address(self.listen)
         try:
             check_target(self.server)
@@ -126,6 +138,11 @@ class HttpSettings:
             tls_files(self.server_tls_ca, self.server_tls_cert, self.server_tls_key, SERVER_TLS_FLAGS)
         except TlsError as error:
             raise ValueError(str(error)) from error
+
+    @property
+    def known_hosts(self) -> tuple[str, ...] | None:
+        """Names beside those of this machine that requests may be for; None: any, as other machines reach the port."""
+        return self.allowed_hosts if is_loopback(split_address(self.listen)[0]) else None
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from gateway.http.certificate import INTERVAL_S, Certificate
 from tests.fakes.authority import Authority
@@ -107,3 +109,19 @@ def test_files_that_cannot_be_used_are_an_error_at_the_start(tmp_path: Path) -> 
     (tmp_path / "cert.pem").write_bytes(b"x")
     with pytest.raises(ssl.SSLError):
         Certificate(tmp_path / "cert.pem", tmp_path / "cert.pem")
+
+
+def test_a_named_pipe_and_an_encrypted_key_are_refused_at_once(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Reading the pipe would wait for a writer, and OpenSSL would ask the terminal for the key's password."""
+    issue(Authority(), files, tmp_path)
+    certificate = Certificate(*files)
+    former = certificate.context
+    key = serialization.load_pem_private_key(files[1].read_bytes(), None)
+    encrypted = serialization.BestAvailableEncryption(b"secret")
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    files[1].write_bytes(key.private_bytes(pem, pkcs8, encrypted))
+    certificate.look()
+    files[1].unlink()
+    os.mkfifo(files[1])
+    certificate.look()
+    assert certificate.context is former

@@ -65,3 +65,33 @@ async def test_a_body_with_two_lengths_is_refused() -> None:
 def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
     with pytest.raises(ValueError, match=r"--allow-origin: .* is not an origin"):
         HttpSettings(allowed_origins=(origin,))
+
+
+async def status_of(host: str, hosts: tuple[str, ...] | None) -> int:
+    async def respond(_request: Request) -> PlainTextResponse:
+        return PlainTextResponse("done")
+
+    app = Origins(Starlette(routes=[Route("/", respond)]), (), hosts)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        return (await http.get("/", headers={"host": host})).status_code
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example:8000", "127.0.0.1.evil.example", "127.evil.example", "10.0.0.1", "[::2]"]
+)
+async def test_a_page_whose_name_was_rebound_to_this_machine_is_refused(host: str) -> None:
+    """The page and the gateway have the same origin for the browser, which sends no Origin with a GET."""
+    assert await status_of(host, ()) == 403
+    assert await status_of(host, None) == 200, "other machines reach this port, under any name"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "LOCALHOST:8000", "localhost", "[::1]:8000", "127.9.9.9", "models"])
+async def test_names_of_this_machine_and_allowed_ones_are_served(host: str) -> None:
+    assert await status_of(host, ("models",)) == 200
+
+
+def test_only_a_port_on_loopback_has_names() -> None:
+    assert HttpSettings(listen="0.0.0.0:1", insecure=True).known_hosts is None
+    assert HttpSettings(allowed_hosts=("models",)).known_hosts == ("models",)
+    with pytest.raises(ValueError, match="--allow-host: 'models:80' is not a host's name"):
+        HttpSettings(allowed_hosts=("models:80",))

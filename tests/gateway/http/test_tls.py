@@ -48,7 +48,7 @@ async def test_every_handshake_of_many_at_once_succeeds_and_a_failed_one_leaves_
 
         async def ask() -> bytes:
             reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
-            writer.write(b"GET /healthz HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\n\r\n")
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             head = await reader.readuntil(b"\r\n")
             writer.close()
             return head

@@ -131,7 +131,7 @@ def test_a_client_that_leaves_frees_its_rows(served: Served, stream: bool, promp
         return served.client.status().queues.num_requests
 
     body = json.dumps({"model": "legal", "prompt": prompt, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     host, _, port = served.gateway.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         connection.sendall(head + body)

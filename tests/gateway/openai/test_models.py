@@ -54,3 +54,10 @@ def test_models_are_listed_base_first_and_found_one_by_one(served: Served) -> No
     assert [model.id for model in paged.data] == ["legal"] and paged.has_more  # type: ignore[attr-defined]
     with pytest.raises(openai.NotFoundError):
         served.api.models.retrieve("nobody")
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "1001", "00001", "1.5", "x", "", "\u0661"])
+def test_a_limit_of_a_list_that_is_no_count_is_refused(served: Served, limit: str) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        served.api.models.list(extra_query={"limit": limit})
+    assert raised.value.param == "limit" and "from 1 to 1000" in raised.value.message
