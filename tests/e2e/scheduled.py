@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contract.v1 import plan_pb2
+from control_plane.constraints.sent import SentConstraints
 from control_plane.fleet.workers.reports import check_targets, report_of
 from control_plane.fleet.workers.wire import PlanEncoder, limits_of
 from control_plane.registry.adapter_files import ALL_NAMES
@@ -32,6 +33,7 @@ from control_plane.scheduler.types import (
     Vector,
 )
 from data_plane.engine.engine import TorchEngine
+from data_plane.stream.constraints import SessionConstraints
 from data_plane.wire import decode_steps, encode_hello, encode_output
 from tests.control_plane.registry.rig import pack
 
@@ -96,6 +98,7 @@ def serve(
     hello = encode_hello(replace(engine.capacities, num_host_blocks=num_host_blocks), "worker").hello
     scheduler = Scheduler(limits_of(hello, plan_depth), settings)
     encoder = PlanEncoder(1, engine.capacities.vocab_size, engine.capacities.hidden_width)
+    sent, session = SentConstraints(), SessionConstraints()
     source_of = {adapter.info.digest: adapter for adapter in adapters}
     for request in requests:
         scheduler.add(request, 0.0)
@@ -110,7 +113,12 @@ def serve(
         plan = scheduler.plan(0.0, max_steps)
         if plan is not None:
             on_plan(plan)
-            for step in decode_steps(encoder.encode(plan).step_plan):
+            for message in sent.messages_for(plan.new_rows):
+                if message.HasField("put_vocabulary"):
+                    session.put_vocabulary(message.put_vocabulary)
+                else:
+                    session.put_grammar(message.put_grammar)
+            for step in decode_steps(encoder.encode(plan).step_plan, session.of):
                 results.append(encode_output(engine.execute(step), 1).step_result)
             continue
         if commands and not results:
