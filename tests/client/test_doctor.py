@@ -13,6 +13,7 @@ from motet.cli.local import doctor
 from motet.cli.main import main
 
 from contract.settings.findings import Finding, State
+from control_plane.access.server_certificates import parse
 from control_plane.config import ServerConfig
 from control_plane.setup import examination
 from tests.control_plane.server_processes import checkpoint
@@ -109,7 +110,7 @@ def test_a_certificate_that_ends_soon_or_has_ended_is_named(tmp_path: Path) -> N
     cert, key = Authority().issue("localhost").write(tmp_path)
     access = AccessSettings(tls_cert=Path(cert), tls_key=Path(key), insecure=True)
     name = "certificate of the clients' port"
-    until = examination.parse(Path(cert).read_bytes(), Path(key).read_bytes()).not_after_s
+    until = parse(Path(cert).read_bytes(), Path(key).read_bytes()).not_after_s
     days = {-20: State.OK, -1: State.WARNING, 1: State.WRONG}
     assert {day: of(config(tmp_path, access=access), until + day * DAY_S)[name].state for day in days} == days
 
@@ -117,6 +118,6 @@ def test_a_certificate_that_ends_soon_or_has_ended_is_named(tmp_path: Path) -> N
 def test_parts_of_different_versions_are_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(doctor, "_version_of", lambda name: "0.0.1" if name == "motet-server" else "")
+    monkeypatch.setattr(doctor, "version_of", lambda name: "0.0.1" if name == "motet-server" else "")
     code, found = examined(settings(tmp_path), capsys)
     assert code == exits.FAILED and "pip install motet-server==" in found["motet-server"]["advice"]

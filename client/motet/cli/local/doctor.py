@@ -54,10 +54,10 @@ def _findings(path: Path | None, findings: Any) -> Iterator[Any]:
         "motet", findings.State.OK, f"{__version__}, Python {platform.python_version()}, {platform.machine()}"
     )
     for name in _OURS:
-        if (found := _version_of(name)) not in ("", __version__):
+        if (found := version_of(name)) not in ("", __version__):
             advice = f"install the same versions: pip install {name}=={__version__}"
             yield findings.Finding(name, findings.State.WRONG, f"{found}, and motet is {__version__}", advice)
-    versions = ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version_of(name)))
+    versions = ", ".join(f"{name} {found}" for name in _PACKAGES if (found := version_of(name)))
     yield findings.Finding("packages", findings.State.OK, versions or "none of the server's")
     for table, (settings_module, examination) in _MODULES_BY_TABLE.items():
         try:
@@ -75,7 +75,7 @@ def _findings(path: Path | None, findings: Any) -> Iterator[Any]:
         yield from server_parts.load(examination).examine(settings)
 
 
-def _version_of(distribution: str) -> str:
+def version_of(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
