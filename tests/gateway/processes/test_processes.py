@@ -83,7 +83,7 @@ class Stream:
         stream = cls(*await asyncio.open_connection(host, int(port)))
         body = {"model": "tiny", "prompt": [5, 6, 7], "stream": True, "temperature": 0, "ignore_eos": True}
         data = json.dumps({**body, "max_tokens": num_tokens}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n"
         stream._writer.write(head.encode() + data)
         await stream._reader.readuntil(b"data: ")
         return stream
@@ -141,7 +141,7 @@ def test_connections_are_dealt_out_evenly(served: Served) -> None:
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(200)]
         for client in clients:
-            client.sendall(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+            client.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert all(client.recv(12) == b"HTTP/1.1 200" for client in clients)
         ports = {client.getsockname()[1] for client in clients}
         counts = [len(ports & ports_of(process)) for process in served.processes().values()]
