@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from control_plane.errors import MotetError
@@ -15,6 +16,8 @@ from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.slow_readers import SlowReaders
 from control_plane.fleet.workers.session import WorkerSession
 from control_plane.scheduler.types import FinishReason, Outputs, Request, RequestId, RequestOutput
+
+logger = logging.getLogger(__name__)
 
 # Ends of one completion that it reached by itself; any other ends the request with an error.
 _ENDS = (FinishReason.LENGTH, FinishReason.STOP_TOKEN, FinishReason.POOLED)
@@ -99,6 +102,8 @@ class Delivery:
             assert output.request is not None, "a load failed, and the request is not given back"
             if self._migration.try_elsewhere(job, output.request, is_crowded_out=output.is_crowded_out):
                 return
+            if output.is_crowded_out:  # the sizes of pinned adapters are the operator's to know
+                logger.info("no room beside pinned adapters request_id=%d: %s", output.request_id, output.message)
         if reason is FinishReason.NOT_FINITE:
             assert output.request is not None, "logits are not finite, and the request is not given back"
             if self._migration.check_elsewhere(job, output.request):

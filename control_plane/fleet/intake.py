@@ -116,10 +116,10 @@ class Intake:
         So an account that keeps the queue full keeps no other account out. Shares shrink as accounts come, and are zero
         beyond `limit` accounts. At most limit x (1 + ln limit) wait, plus what the last request of each is beyond it.
         """
-        share = limit // len(waiting.keys() | {account})
+        share = limit // len(waiting.keys() | {account})  # not named: it shows how many tenants wait
         if waiting[account] >= share:
             self.num_rejected += 1
             raise QueueFull(
-                f"the queue is full: {limit} {what} wait, and tenant {account} has {waiting[account]} of them with "
-                f"a share of {share}; try again in a moment"
+                f"the queue is full: {limit} {what} wait, and tenant {account} has its equal part of them with "
+                f"{waiting[account]}; try again in a moment"
             )

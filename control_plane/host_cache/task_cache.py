@@ -124,8 +124,8 @@ class TaskCache:
         leased_bytes = sum(self._blobs[digest].size_bytes for digest, num in self._num_leases_by_digest.items() if num)
         if leased_bytes + size_bytes > self.budget_bytes:
             raise Exhausted(
-                f"running requests hold {leased_bytes} of the {self.budget_bytes} bytes for LoRA tasks ({FLAGS}), and "
-                f"{size_bytes} more are needed; send it again when some have ended"
+                f"running requests leave less than {size_bytes} of the {self.budget_bytes} bytes for LoRA tasks "
+                f"({FLAGS}); send it again when some have ended"
             )
         for key in list(self._digests):
             if self.used_bytes + size_bytes <= self.budget_bytes:

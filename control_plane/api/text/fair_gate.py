@@ -66,9 +66,9 @@ class FairGate:
         if waiting + size_bytes > free_bytes:
             turn.cancel()
             raise Exhausted(
-                f"texts of {self.num_waiting_bytes} bytes wait for the tokenizer ({waiting} from tenant {tenant}), and "
-                f"this request adds {size_bytes}; the limit is {self._max_waiting_bytes} for all tenants, and for one "
-                f"tenant what is free; try again in {RETRY_S:g} s, or send token_ids",
+                f"texts of {waiting} bytes from tenant {tenant} wait for the tokenizer, and this request adds "
+                f"{size_bytes}; the limit is {self._max_waiting_bytes} for all tenants, and for one tenant what is "
+                f"free; try again in {RETRY_S:g} s, or send token_ids",
                 retry_after_s=RETRY_S,
             )
         self.num_waiting_bytes += size_bytes

@@ -74,8 +74,13 @@ def error_of(output: RequestOutput, request: Request, damage: Callable[[str], Mo
         reason = output.message[:MAX_MISMATCH_CHARS]
         return AdapterNotServed(f"the workers cannot serve adapter {_digest(request)}: {reason}")
     if output.finish_reason is FinishReason.ADAPTER_FAILED and output.is_crowded_out:
+        # Not the sizes of the pinned adapters, which are in the output's message: they may be another tenant's.
         what = "adapter" if len(request.adapters) == 1 else "adapters"
-        return AdapterTooLarge(f"no worker has room for {what} {_digest(request)}: {output.message}")
+        num_bytes = sum(ref.arena_bytes for ref in request.adapters)
+        return AdapterTooLarge(
+            f"no worker has room for the {what} {_digest(request)} of {num_bytes} bytes beside the pinned adapters; "
+            "unpin an adapter, or start a worker with larger --arena-bytes and --num-slots"
+        )
     if output.finish_reason is FinishReason.ADAPTER_FAILED:
         assert request.adapter is not None, "no adapter, and its load failed"
         found = (damage(ref.digest) for ref in request.adapters)

@@ -123,7 +123,7 @@ async def test_a_tenant_that_keeps_the_queue_full_shuts_nobody_out(clock: FakeCl
     for idx in range(20):
         flood(f"name {idx}")
     assert flood("one too many") == 0, "names have no end, the queue has"
-    with pytest.raises(QueueFull, match=r"12 requests wait, and tenant modest has 6 of them with a share of 1"):
+    with pytest.raises(QueueFull, match=r"12 requests wait, and tenant modest has its equal part of them with 6"):
         fleet.submit(make_request(fleet, [1], 10, tenant="modest"))
 
 

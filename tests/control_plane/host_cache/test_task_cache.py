@@ -81,7 +81,7 @@ def test_weights_of_running_requests_are_not_forgotten() -> None:
     cache, forgotten = _cache()
     cache.add(_key(1), _blob("a", 60))
     with cache.lease("a"):
-        with pytest.raises(Exhausted, match="hold 60 of the 100 bytes"):
+        with pytest.raises(Exhausted, match="leave less than 60 of the 100 bytes"):
             cache.add(_key(2), _blob("b", 60))
         cache.add(_key(3), _blob("c", 40))
         assert cache.digest_of(_key(1)) == "a" and forgotten == []
