@@ -206,7 +206,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         (pooling_pb2_grpc.add_PoolingServiceServicer_to_server, pooling_service),
         model.part(base_model, config.model_dir, reports, texts, registry, fleet, gate),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
-        push_part(config, registry, life_cycle, weights, fleet, gate, uploads, audit),
+        push_part(config, base_model, registry, life_cycle, weights, fleet, gate, uploads, audit),
         verification_part(config, base_model, registry, life_cycle, weights, fleet, operation_store, gate, audit),
         residency.part(registry, weights, fleet, gate, audit),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),

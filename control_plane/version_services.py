@@ -26,6 +26,7 @@ from control_plane.registry.registry import Registry
 
 def push_part(
     config: ServerConfig,
+    base_model: BaseModel,
     registry: Registry,
     life_cycle: AdapterLifeCycle,
     weights: AdapterWeights,
@@ -36,7 +37,7 @@ def push_part(
 ) -> tuple[Callable[[PushService, grpc.aio.Server], None], PushService]:
     """The service, and the function that adds it to a server."""
     service = PushService(
-        pushes=Pushes(registry=registry, life_cycle=life_cycle, weights=weights, fleet=fleet),
+        pushes=Pushes(base_model=base_model, registry=registry, life_cycle=life_cycle, weights=weights, fleet=fleet),
         gate=gate,
         uploads=uploads,
         max_adapter_bytes=config.max_adapter_bytes,

@@ -401,6 +401,7 @@ class PushedVersion:
     load_s: float  # loading onto devices
     visible_s: float  # from the header until new requests got the version
     durable_s: float  # from the header until the version was durable
+    files_from: str = ""  # digest of the version whose tokenizer additions, template and defaults it has; empty: none
 
 
 @dataclass(frozen=True, slots=True)

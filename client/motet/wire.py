@@ -223,6 +223,7 @@ def pushed_from(message: push_pb2.PushVersionResponse) -> types.PushedVersion:
         load_s=_seconds(timings.load_time),
         visible_s=_seconds(timings.visible_time),
         durable_s=_seconds(timings.durable_time),
+        files_from=message.files_from,
     )
 
 

@@ -28,6 +28,7 @@ from control_plane.caller import current_caller
 from control_plane.errors import AdapterNotActive
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.companions.inherited import NOT_INHERITED, Inherited
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.records import AdapterRecord, Registered
@@ -127,12 +128,13 @@ class AdapterLifeCycle:
         *,
         may_change: bool = False,
         publish: Publish | None = None,
+        inherited: Inherited = NOT_INHERITED,
     ) -> Registered:
         """Check the files and make them a version of the name, rolled out so. The caller writes the audit log.
 
         The signature counts for the tenant of the current caller. `may_change`: somebody else may write to the files.
-        `publish`: as Registry.register has it. If this is cancelled, the version may be registered all the same, and
-        pins follow it then.
+        `publish` and `inherited`: as Registry.register has them. If this is cancelled, the version may be registered
+        all the same, and pins follow it then.
         """
         is_stored = not registration.validate_only
         try:
@@ -147,6 +149,7 @@ class AdapterLifeCycle:
                 validate_only=registration.validate_only,
                 check_files=partial(self._check_signature, current_caller().tenant, may_change),
                 publish=publish,
+                inherited=inherited,
             )
             if is_stored:
                 self._fleet.cancel_unload(registered.digest)

@@ -14,12 +14,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from control_plane.adapters.kept_files import source_version
 from control_plane.adapters.life_cycle import AdapterLifeCycle, Registration
 from control_plane.caller import current_caller
 from control_plane.errors import MotetError
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.fresh_blobs import FreshBlob
 from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.companions.inherited import NOT_INHERITED, Inherited
+from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.records import Registered
 from control_plane.registry.registry import Registry
@@ -34,6 +37,7 @@ class Pushed:
 
     registered: Registered
     worker_ids: tuple[str, ...]  # those that had it in a slot when new requests got it
+    files_from: str  # digest of the version whose files it has; empty: it has none
     pack_s: float
     cache_s: float
     load_s: float
@@ -47,12 +51,14 @@ class Pushes:
     def __init__(
         self,
         *,
+        base_model: BaseModel,
         registry: Registry,
         life_cycle: AdapterLifeCycle,
         weights: AdapterWeights,
         fleet: Fleet,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._base_model = base_model
         self._registry = registry
         self._life_cycle = life_cycle
         self._weights = weights
@@ -63,8 +69,22 @@ class Pushes:
         """Raise what pushing would raise whatever the weights."""
         self._life_cycle.check_registrable(registration)
 
-    async def push(self, registration: Registration, files: Mapping[str, Path]) -> Pushed:
-        """Make the files the active version of the name, unless it is held. The caller writes the audit log."""
+    async def kept_files(self, adapter_id: str, named: str) -> Inherited:
+        """What a version of the name has beside its weights: see kept_files.py. Raises MotetError."""
+        version = source_version(self._registry.find(adapter_id), adapter_id, named, self._base_model)
+        if version is None:
+            return NOT_INHERITED
+        documents = await self._weights.documents(version.digest)
+        vocab_size = version.vocab_size or self._base_model.vocab_size
+        return Inherited(version.digest, documents, vocab_size, version.signature)
+
+    async def push(
+        self, registration: Registration, files: Mapping[str, Path], inherited: Inherited = NOT_INHERITED
+    ) -> Pushed:
+        """Make the files the active version of the name, unless it is held. The caller writes the audit log.
+
+        `inherited`: what `kept_files` returned.
+        """
         before = self._registry.find(registration.adapter_id)
         previous_digest = "" if before is None else before.active_digest
         tenant = current_caller().tenant
@@ -88,7 +108,9 @@ class Pushes:
 
         try:
             is_shown = not registration.rollout.is_held
-            registered = await self._life_cycle.register(registration, files, publish=publish if is_shown else None)
+            registered = await self._life_cycle.register(
+                registration, files, publish=publish if is_shown else None, inherited=inherited
+            )
         except MotetError:
             if digest and not self._registry.is_named(digest):
                 await self._weights.drop(digest)
@@ -102,6 +124,7 @@ class Pushes:
         return Pushed(
             registered,
             tuple(worker_ids),
+            inherited.digest,
             pack_s=packed_s - begun_s,
             cache_s=cached_s - packed_s,
             load_s=visible_s - cached_s,

@@ -26,6 +26,7 @@ from control_plane.errors import AdapterNotActive, EtagMismatch, MotetError
 from control_plane.registry.blob_writer import BlobWriter
 from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.changes import Abandoned, Changes
+from control_plane.registry.companions.inherited import NOT_INHERITED, Inherited
 from control_plane.registry.documents import Documents
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
@@ -200,12 +201,14 @@ class Registry:
         validate_only: bool = False,
         check_files: CheckFiles = take_as_they_are,
         publish: Publish | None = None,
+        inherited: Inherited = NOT_INHERITED,
     ) -> Registered:
         """Check and pack the files and make them a version of the name, rolled out so, which gets this ownership.
 
         The same bytes again change nothing, but that they are active again, and whose signature they have. Cancelled
         before the change begins, nothing is registered; cancelled later, the change is made to its end before this
         returns. `check_files` looks at the files before they are packed. `publish`: see versions/early_versions.py.
+        `inherited`: what the version has of another one, beside the files.
         """
         violations = Violations()
         check_adapter_id(adapter_id, "adapter_id", violations)
@@ -215,8 +218,9 @@ class Registry:
         self.check_registrable(adapter_id, ownership)
         description = Description(adapter_id, display_name, dict(labels or {}), rollout, source)
         is_abandoned = threading.Event()
-        parts = (description, ownership, dict(files), is_abandoned, publish)
-        change = self._register(*parts, validate_only=validate_only, check_files=check_files)
+        packing = self.packer.packed(dict(files), is_abandoned, check_files, inherited)
+        parts = (description, ownership, packing, is_abandoned, publish)
+        change = self._register(*parts, validate_only=validate_only)
         return await self._changes.finish(change, on_cancelled=is_abandoned.set)
 
     def check_registrable(self, adapter_id: str, ownership: OwnershipChange = NO_CHANGE) -> Ownership:
@@ -299,14 +303,13 @@ class Registry:
         self,
         description: Description,
         ownership: OwnershipChange,
-        files: dict[str, Path],
+        packing: contextlib.AbstractAsyncContextManager[PackedInfo],
         is_abandoned: threading.Event,
         publish: Publish | None,
         *,
         validate_only: bool,
-        check_files: CheckFiles,
     ) -> Registered:
-        async with self.packer.packed(files, is_abandoned, check_files) as packed:
+        async with packing as packed:
             if validate_only:
                 return self._registered(description, ownership, packed)
             locks = self._changes.locks

@@ -88,6 +88,8 @@ class Adapters:
         hold: bool = False,
         validate_only: bool = False,
         signature: bytes = b"",
+        files_from: str | int = "",
+        without_files: bool = False,
         timeout_s: float = 600.0,
     ) -> PushedVersion:
         """Push an adapter from memory, as a training loop does after a step: no file is written.
@@ -100,6 +102,9 @@ class Adapters:
 
         `signature` is the content of model.sig, for a server that demands signed adapters: sign a directory with the
         two files, and give their bytes as `config` and `tensors`.
+
+        Tokenizer additions, chat template and generation defaults are kept from the version of `files_from`, a number,
+        a label or a digest; from the active one if that is empty. With `without_files` the version has none of them.
         """
         push = AdapterPush(
             name,
@@ -111,6 +116,8 @@ class Adapters:
             hold=hold,
             validate_only=validate_only,
             signature=signature,
+            files_from=files_from,
+            without_files=without_files,
         )
         return self._client.upload(push, timeout_s)
 

@@ -40,6 +40,8 @@ class AdapterPush:
         hold: bool = False,
         validate_only: bool = False,
         signature: bytes = b"",
+        files_from: str | int = "",
+        without_files: bool = False,
     ) -> None:
         """Raises InvalidArgument for what cannot be an adapter."""
         if signature and (isinstance(config, Mapping) or not isinstance(tensors, bytes)):
@@ -55,6 +57,8 @@ class AdapterPush:
             hold=hold,
             validate_only=validate_only,
             signature=signature,
+            files_from=str(files_from),
+            without_files=without_files,
         )
 
     def resumption(self) -> None:

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from motet.v1 import adapters_pb2 as motet_dot_v1_dot_adapters__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13motet/v1/push.proto\x12\x08motet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17motet/v1/adapters.proto\"\xd4\x01\n\nPushHeader\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\x0c\x12\x15\n\rweights_bytes\x18\x03 \x01(\x04\x12/\n\nvisibility\x18\x04 \x01(\x0e\x32\x1b.motet.v1.AdapterVisibility\x12\x13\n\x0bshared_with\x18\x05 \x03(\t\x12\r\n\x05owner\x18\x06 \x01(\t\x12\x15\n\rvalidate_only\x18\x07 \x01(\x08\x12\x0c\n\x04hold\x18\x08 \x01(\x08\x12\x11\n\tsignature\x18\t \x01(\x0c\"\x19\n\tPushChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"j\n\x12PushVersionRequest\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.motet.v1.PushHeaderH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.motet.v1.PushChunkH\x00\x42\x06\n\x04part\"\xab\x02\n\x0bPushTimings\x12/\n\x0creceive_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tpack_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ncache_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tload_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cvisible_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x64urable_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"v\n\x13PushVersionResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.motet.v1.Adapter\x12&\n\x07timings\x18\x02 \x01(\x0b\x32\x15.motet.v1.PushTimings\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r2[\n\x0bPushService\x12L\n\x0bPushVersion\x12\x1c.motet.v1.PushVersionRequest\x1a\x1d.motet.v1.PushVersionResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13motet/v1/push.proto\x12\x08motet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17motet/v1/adapters.proto\"\xff\x01\n\nPushHeader\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\x0c\x12\x15\n\rweights_bytes\x18\x03 \x01(\x04\x12/\n\nvisibility\x18\x04 \x01(\x0e\x32\x1b.motet.v1.AdapterVisibility\x12\x13\n\x0bshared_with\x18\x05 \x03(\t\x12\r\n\x05owner\x18\x06 \x01(\t\x12\x15\n\rvalidate_only\x18\x07 \x01(\x08\x12\x0c\n\x04hold\x18\x08 \x01(\x08\x12\x11\n\tsignature\x18\t \x01(\x0c\x12\x12\n\nfiles_from\x18\n \x01(\t\x12\x15\n\rwithout_files\x18\x0b \x01(\x08\"\x19\n\tPushChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"j\n\x12PushVersionRequest\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.motet.v1.PushHeaderH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.motet.v1.PushChunkH\x00\x42\x06\n\x04part\"\xab\x02\n\x0bPushTimings\x12/\n\x0creceive_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tpack_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ncache_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tload_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cvisible_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x64urable_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8a\x01\n\x13PushVersionResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.motet.v1.Adapter\x12&\n\x07timings\x18\x02 \x01(\x0b\x32\x15.motet.v1.PushTimings\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x12\n\nfiles_from\x18\x04 \x01(\t2[\n\x0bPushService\x12L\n\x0bPushVersion\x12\x1c.motet.v1.PushVersionRequest\x1a\x1d.motet.v1.PushVersionResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'motet.v1.push_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PUSHHEADER']._serialized_start=91
-  _globals['_PUSHHEADER']._serialized_end=303
-  _globals['_PUSHCHUNK']._serialized_start=305
-  _globals['_PUSHCHUNK']._serialized_end=330
-  _globals['_PUSHVERSIONREQUEST']._serialized_start=332
-  _globals['_PUSHVERSIONREQUEST']._serialized_end=438
-  _globals['_PUSHTIMINGS']._serialized_start=441
-  _globals['_PUSHTIMINGS']._serialized_end=740
-  _globals['_PUSHVERSIONRESPONSE']._serialized_start=742
-  _globals['_PUSHVERSIONRESPONSE']._serialized_end=860
-  _globals['_PUSHSERVICE']._serialized_start=862
-  _globals['_PUSHSERVICE']._serialized_end=953
+  _globals['_PUSHHEADER']._serialized_end=346
+  _globals['_PUSHCHUNK']._serialized_start=348
+  _globals['_PUSHCHUNK']._serialized_end=373
+  _globals['_PUSHVERSIONREQUEST']._serialized_start=375
+  _globals['_PUSHVERSIONREQUEST']._serialized_end=481
+  _globals['_PUSHTIMINGS']._serialized_start=484
+  _globals['_PUSHTIMINGS']._serialized_end=783
+  _globals['_PUSHVERSIONRESPONSE']._serialized_start=786
+  _globals['_PUSHVERSIONRESPONSE']._serialized_end=924
+  _globals['_PUSHSERVICE']._serialized_start=926
+  _globals['_PUSHSERVICE']._serialized_end=1017
 # @@protoc_insertion_point(module_scope)

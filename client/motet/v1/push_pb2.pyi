@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PushHeader(_message.Message):
-    __slots__ = ("adapter_id", "config", "weights_bytes", "visibility", "shared_with", "owner", "validate_only", "hold", "signature")
+    __slots__ = ("adapter_id", "config", "weights_bytes", "visibility", "shared_with", "owner", "validate_only", "hold", "signature", "files_from", "without_files")
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,8 @@ class PushHeader(_message.Message):
     VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FROM_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_FILES_FIELD_NUMBER: _ClassVar[int]
     adapter_id: str
     config: bytes
     weights_bytes: int
@@ -30,7 +32,9 @@ class PushHeader(_message.Message):
     validate_only: bool
     hold: bool
     signature: bytes
-    def __init__(self, adapter_id: _Optional[str] = ..., config: _Optional[bytes] = ..., weights_bytes: _Optional[int] = ..., visibility: _Optional[_Union[_adapters_pb2.AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., validate_only: bool = ..., hold: bool = ..., signature: _Optional[bytes] = ...) -> None: ...
+    files_from: str
+    without_files: bool
+    def __init__(self, adapter_id: _Optional[str] = ..., config: _Optional[bytes] = ..., weights_bytes: _Optional[int] = ..., visibility: _Optional[_Union[_adapters_pb2.AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., validate_only: bool = ..., hold: bool = ..., signature: _Optional[bytes] = ..., files_from: _Optional[str] = ..., without_files: bool = ...) -> None: ...
 
 class PushChunk(_message.Message):
     __slots__ = ("data",)
@@ -63,11 +67,13 @@ class PushTimings(_message.Message):
     def __init__(self, receive_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pack_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., cache_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., load_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., visible_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., durable_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PushVersionResponse(_message.Message):
-    __slots__ = ("adapter", "timings", "num_workers")
+    __slots__ = ("adapter", "timings", "num_workers", "files_from")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FILES_FROM_FIELD_NUMBER: _ClassVar[int]
     adapter: _adapters_pb2.Adapter
     timings: PushTimings
     num_workers: int
-    def __init__(self, adapter: _Optional[_Union[_adapters_pb2.Adapter, _Mapping]] = ..., timings: _Optional[_Union[PushTimings, _Mapping]] = ..., num_workers: _Optional[int] = ...) -> None: ...
+    files_from: str
+    def __init__(self, adapter: _Optional[_Union[_adapters_pb2.Adapter, _Mapping]] = ..., timings: _Optional[_Union[PushTimings, _Mapping]] = ..., num_workers: _Optional[int] = ..., files_from: _Optional[str] = ...) -> None: ...

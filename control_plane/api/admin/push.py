@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import grpc.aio
 from motet.v1 import push_pb2, push_pb2_grpc
 
+from control_plane.adapters.kept_files import check_files_from
 from control_plane.adapters.life_cycle import Registration
 from control_plane.adapters.pushes import Pushed, Pushes
 from control_plane.api import wire
@@ -25,6 +26,7 @@ from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
 from control_plane.checks import Violations, check_adapter_id, refuse
 from control_plane.errors import Exhausted
+from control_plane.registry.companions.inherited import NOT_INHERITED, Inherited
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE
 from control_plane.registry.versions.rollout import VersionRollout
 from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES
@@ -80,12 +82,18 @@ class PushService(push_pb2_grpc.PushServiceServicer):
             self._pushes.check_registrable(registration)  # before the bytes are received
             names = (CONFIG_FILE, WEIGHTS_FILE, *((SIGNATURE_FILE,) if header.signature else ()))
             files = {name: accepted.directory / name for name in names}
+            inherited = await self._kept_files(header)
             await asyncio.gather(asyncio.to_thread(_write_head, header, files), receive(accepted, files[WEIGHTS_FILE]))
             receive_s = self._clock() - begun_s
             await check_whole(context)
-            pushed = await self._pushes.push(registration, files)
+            pushed = await self._pushes.push(registration, files, inherited)
             change.digest = pushed.registered.digest
             return response_to(pushed, receive_s)
+
+    async def _kept_files(self, header: push_pb2.PushHeader) -> Inherited:
+        if header.without_files:
+            return NOT_INHERITED
+        return await self._pushes.kept_files(header.adapter_id, header.files_from)
 
     def _checked_size(self, header: push_pb2.PushHeader) -> int:
         violations = Violations()
@@ -111,6 +119,7 @@ class PushService(push_pb2_grpc.PushServiceServicer):
                 f"is {header.weights_bytes}; send 1 to {self._max_adapter_bytes} bytes (the server's "
                 "--max-adapter-bytes)",
             )
+        check_files_from(header.files_from, is_cleared=header.without_files, violations=violations)
         check_ownership(header, "header.", violations)
         violations.raise_if_any()
         return len(header.config) + len(header.signature) + header.weights_bytes
@@ -202,5 +211,8 @@ def response_to(pushed: Pushed, receive_s: float) -> push_pb2.PushVersionRespons
     # The workers are those that had the version before: another tenant may have loaded the same weights.
     num_workers = len(pushed.worker_ids) if current_caller().principal.is_admin else 0
     return push_pb2.PushVersionResponse(
-        adapter=wire.registered_message(pushed.registered), timings=timings, num_workers=num_workers
+        adapter=wire.registered_message(pushed.registered),
+        timings=timings,
+        num_workers=num_workers,
+        files_from=pushed.files_from,
     )

@@ -19,6 +19,7 @@ from typing import Any
 from control_plane.errors import Exhausted, StoreUnavailable
 from control_plane.registry.changes import Abandoned
 from control_plane.registry.companions.documents import CHAT, decode_chat
+from control_plane.registry.companions.inherited import NOT_INHERITED, Inherited
 from control_plane.registry.companions.packing import pack_whole
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
@@ -76,9 +77,13 @@ class Packer:
 
     @asynccontextmanager
     async def packed(
-        self, files: Mapping[str, Path], is_abandoned: threading.Event, check_files: CheckFiles
+        self,
+        files: Mapping[str, Path],
+        is_abandoned: threading.Event,
+        check_files: CheckFiles,
+        inherited: Inherited = NOT_INHERITED,
     ) -> AsyncIterator[PackedInfo]:
-        """The adapter, whose chunks lie on the disk until the block ends.
+        """The adapter, with what it has of another version; its chunks lie on the disk until the block ends.
 
         `check_files` is called in a thread. Raises what it raises, InvalidAdapter, StoreUnavailable where the files
         cannot be read in time, and Abandoned soon after `is_abandoned` is set.
@@ -90,13 +95,18 @@ class Packer:
                 )
             try:
                 with _disk_errors():
-                    info = await self._pack(dict(files), Path(scratch.name), is_abandoned, check_files)
+                    info = await self._pack(dict(files), Path(scratch.name), is_abandoned, check_files, inherited)
                 yield info
             finally:
                 await asyncio.to_thread(scratch.cleanup)
 
     async def _pack(
-        self, files: dict[str, Path], scratch: Path, is_abandoned: threading.Event, check_files: CheckFiles
+        self,
+        files: dict[str, Path],
+        scratch: Path,
+        is_abandoned: threading.Event,
+        check_files: CheckFiles,
+        inherited: Inherited,
     ) -> PackedInfo:
         reported, is_over = self._reports.modules, threading.Event()
 
@@ -117,6 +127,7 @@ class Packer:
             "reported": dict(reported),
             "max_adapter_bytes": self._max_adapter_bytes,
             "directory": scratch / "chunks",
+            "inherited": inherited,
         }
 
         def pack(checked: Mapping[str, Path]) -> PackedInfo:
@@ -125,13 +136,15 @@ class Packer:
         try:
             extra_s = await self._calls.read(size) / BYTES_PER_S
             checked, signature = await self._calls.read(look, extra_s=extra_s)
+            inherited.check_signature(signature)
             check()
             if self._pool is None:
                 info = await self._calls.read(pack, checked, extra_s=extra_s)
             else:
                 packing = self._pool.pack(checked, self._base_model, **arguments)
                 info = await _unless_abandoned(packing, is_abandoned)
-            await self._check_chat(info)
+            if CHAT not in inherited.documents:  # that one was checked when it was registered
+                await self._check_chat(info)
             return replace(info, signature=signature)
         finally:
             is_over.set()  # the packing ends if it still runs

@@ -29,7 +29,7 @@ def version_name_of(name: str, digest: str, field: str, violations: Violations) 
     check_adapter_id(adapter_id, field, violations)
     if not at:
         return VersionName(adapter_id)
-    if not (_NUMBER.fullmatch(selector) or is_label_key(selector)):
+    if not is_selector(selector):
         violations.add(
             field,
             f"{quoted(selector)} after '@' is not a version's number, from 1, and not a label: {LABEL_KEY_FORM}",
@@ -37,3 +37,8 @@ def version_name_of(name: str, digest: str, field: str, violations: Violations) 
     elif digest:
         violations.add(field, f"names version {quoted(selector)}, and a digest names one too; give one of them")
     return VersionName(adapter_id, selector)
+
+
+def is_selector(text: str) -> bool:
+    """Whether `text` can be the number or the label of a version."""
+    return _NUMBER.fullmatch(text) is not None or is_label_key(text)

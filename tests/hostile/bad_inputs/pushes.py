@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 from motet.v1 import push_pb2 as pb
 from motet.v1 import verify_pb2
 
@@ -49,12 +50,19 @@ def cases(facts: Facts) -> Iterator[Case]:
         ("owner", names.BAD_OWNERS),
         ("visibility", [4, -1]),
         ("signature", [b"x" * (256 * 1024 + 1)]),
+        ("files_from", ["0", "-1", "1.5", "Latest", "a b", "../good", "x" * 65, "0" * 63, "\u0000"]),
     ]
     for field, values in bad:
         for value in values:
             yield case(f"{field} = {short(value)}", push(files, **{field: value}), fields=(f"header.{field}",))
     messages = push(files, config=b"x" * 2**20, signature=b"x")
     yield case("config and signature of more than a MiB", messages, fields=("header.signature",))
+    for named in ("1", "stable", "0" * 64):
+        both = push(files, files_from=named, without_files=True)
+        yield case(f"files_from = {named[:9]} and without_files", both, fields=("header.without_files",))
+        yield case(
+            f"files_from = {named[:9]} of a new name", push(files, files_from=named), code=grpc.StatusCode.NOT_FOUND
+        )
     for tenants, index in names.BAD_TENANT_LISTS:
         messages = push(files, shared_with=tenants)
         yield case(f"shared_with = {short(tenants)}", messages, fields=(f"header.shared_with{index}",))

@@ -76,6 +76,6 @@ def test_only_an_admin_learns_on_how_many_workers_the_weights_are(role: Role, sh
     """The push goes where the version before it is, and another tenant with equal weights may have brought it there."""
     record = adapter_record("poet", (adapter_version(DIGEST, number=1),), DIGEST)
     times = {"pack_s": 0.1, "cache_s": 0.1, "load_s": 0.1, "visible_s": 0.3, "durable_s": 0.4}
-    pushed = Pushed(Registered(record.active_digest, record, None), ("w0", "w1"), **times)
+    pushed = Pushed(Registered(record.active_digest, record, None), ("w0", "w1"), "", **times)
     with acting_as(Caller("team-a", Principal("key:team-a", of_roles({role}), ("team-a",)), "ipv4:10.0.0.1:5")):
         assert push.response_to(pushed, 0.1).num_workers == shown
