@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -83,7 +84,7 @@ class PushService(push_pb2_grpc.PushServiceServicer):
             names = (CONFIG_FILE, WEIGHTS_FILE, *((SIGNATURE_FILE,) if header.signature else ()))
             files = {name: accepted.directory / name for name in names}
             inherited = await self._kept_files(header)
-            await asyncio.gather(asyncio.to_thread(_write_head, header, files), receive(accepted, files[WEIGHTS_FILE]))
+            await receive_all(accepted, files)
             receive_s = self._clock() - begun_s
             await check_whole(context)
             pushed = await self._pushes.push(registration, files, inherited)
@@ -132,29 +133,47 @@ def _write_head(header: push_pb2.PushHeader, files: Mapping[str, Path]) -> None:
         files[SIGNATURE_FILE].write_bytes(header.signature)
 
 
+async def receive_all(accepted: Accepted, files: Mapping[str, Path]) -> None:
+    """Write what the header has, and the chunks that follow. Raises InvalidRequest, DeadlineExceeded or Exhausted."""
+    writing = asyncio.ensure_future(asyncio.to_thread(_write_head, accepted.header, files))
+    try:
+        await receive(accepted, files[WEIGHTS_FILE])
+    finally:
+        # The directory is removed next: a thread that still writes into it would leave it there.
+        await asyncio.wait([writing])
+    with _disk_errors():
+        writing.result()
+
+
 async def receive(accepted: Accepted, path: Path) -> None:
     """Write the chunks to the file, while the next ones come. Raises InvalidRequest, DeadlineExceeded or Exhausted."""
     announced, received = accepted.header.weights_bytes, 0
     batch: list[bytes] = []
     num_batched = 0
+    with _disk_errors(), path.open("wb") as out:
+        async with _BatchWriter(out, accepted.space) as writer:
+            while (message := await accepted.messages.next()) is not None:
+                data = message.chunk.data
+                received += len(data)
+                _check_chunk(message, received, announced)
+                batch.append(data)
+                num_batched += len(data)
+                if num_batched >= WRITE_BYTES or received == announced:
+                    await writer.write(batch, num_batched)
+                    batch, num_batched = [], 0
+    if received != announced:
+        raise refuse("header.weights_bytes", f"the push ended after {received} of {announced} bytes; send it again")
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Turn a full disk into an error for clients."""
     try:
-        with path.open("wb") as out:
-            async with _BatchWriter(out, accepted.space) as writer:
-                while (message := await accepted.messages.next()) is not None:
-                    data = message.chunk.data
-                    received += len(data)
-                    _check_chunk(message, received, announced)
-                    batch.append(data)
-                    num_batched += len(data)
-                    if num_batched >= WRITE_BYTES or received == announced:
-                        await writer.write(batch, num_batched)
-                        batch, num_batched = [], 0
+        yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Exhausted("the server ran out of disk space for this push", retry_after_s=60.0) from error
         raise
-    if received != announced:
-        raise refuse("header.weights_bytes", f"the push ended after {received} of {announced} bytes; send it again")
 
 
 class _BatchWriter:

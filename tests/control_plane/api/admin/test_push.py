@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from control_plane.api.admin.upload import Accepted, PacedMessages
 from control_plane.awake import AwakeClock
 from control_plane.caller import Caller, acting_as
 from control_plane.errors import Exhausted, InvalidRequest
+from control_plane.registry.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from control_plane.registry.records import Registered
 from tests.control_plane.api.fake_adapters import DIGEST, adapter_record, adapter_version
 
@@ -69,6 +72,28 @@ async def test_a_full_disk_ends_the_push_at_whichever_batch_it_comes(
 async def test_a_push_that_ends_too_early_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="ended after 2000 of 3000 bytes"):
         await receive(tmp_path / "weights", num_sent=2, num_announced=3)
+
+
+async def test_a_push_that_breaks_off_waits_for_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory is removed when the push has ended: a file that is written after that would bring it back."""
+    may_write, has_written = threading.Event(), threading.Event()
+
+    def write_bytes(_path: Path, _data: bytes) -> int:
+        may_write.wait(60)
+        has_written.set()
+        return 0
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    header = push_pb2.PushHeader(weights_bytes=3 * CHUNK)
+    messages = PacedMessages(chunks(2), idle_timeout_s=30.0, clock=AwakeClock())
+    with DiskSpace(lambda: 1 << 40).reserved(header.weights_bytes) as space:
+        files = {CONFIG_FILE: tmp_path / "config", WEIGHTS_FILE: tmp_path / "weights"}
+        asyncio.get_running_loop().call_later(0.2, may_write.set)  # long after the stream has ended
+        with pytest.raises(InvalidRequest, match="ended after 2000 of 3000 bytes"):
+            await push.receive_all(Accepted(header, messages, tmp_path, space), files)
+    assert has_written.is_set()
 
 
 @pytest.mark.parametrize(("role", "shown"), [(Role.ADAPTERS_WRITE, 0), (Role.ADMIN, 2)])
