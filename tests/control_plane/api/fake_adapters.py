@@ -122,6 +122,7 @@ class FakeRegistry(Registry):
         validate_only: bool = False,
         check_files: CheckFiles = take_as_they_are,
         publish: Publish | None = None,
+        inherited: Inherited = NOT_INHERITED,
     ) -> Registered:
         self.calls.append(("register", adapter_id, validate_only))
         (self.entered_twice if self.entered.is_set() else self.entered).set()
