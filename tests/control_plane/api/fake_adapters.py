@@ -13,6 +13,7 @@ from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudge
 from control_plane.host_cache.base import HostCacheStats
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.catalog import RegistryStats
+from control_plane.registry.companions.inherited import NOT_INHERITED, Inherited
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.peft.packing import CheckFiles, take_as_they_are
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered, ResolvedAdapter
