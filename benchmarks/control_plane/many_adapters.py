@@ -5,6 +5,7 @@
 
 Writes the documents of a store into a temporary directory, then opens a registry on it in a process of its own. Every
 version has its own digest and the target modules of a model with so many layers. Nothing of the adapters is served.
+The first start reads every document and keeps what it read; the second one reads what changed since then: nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, encode_record, encode_version
 from control_plane.registry.registry import Registry
+from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.store_calls import StoreCalls
 
@@ -45,17 +47,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the base model, with 7 adapted linears each")
     parser.add_argument("--store", type=Path, help="a store that an earlier run wrote (default: a new one)")
     parser.add_argument("--keep", type=Path, help="write the store there and keep it")
+    parser.add_argument("--snapshot", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        asyncio.run(_measure(arguments.store))
+        asyncio.run(_measure(arguments.store, arguments.snapshot))
         return
     with tempfile.TemporaryDirectory() as directory:
         store = arguments.store or arguments.keep or Path(directory)
         if arguments.store is None:
             _write_store(store, arguments.names, arguments.versions, arguments.layers)
         command = [sys.executable, "-m", "benchmarks.control_plane.many_adapters", "--measure", "--store", str(store)]
-        subprocess.run(command, check=True)
+        for start in ("first", "second"):
+            print(start, "start:", flush=True)
+            subprocess.run([*command, "--snapshot", str(Path(directory, "registry.snapshot"))], check=True)
 
 
 def _write_store(store: Path, num_names: int, num_versions: int, num_layers: int) -> None:
@@ -103,7 +108,7 @@ def _write_store(store: Path, num_names: int, num_versions: int, num_layers: int
         (store / "adapters" / f"{adapter_id}.json").write_bytes(encode_record(record))
 
 
-async def _measure(store: Path) -> None:
+async def _measure(store: Path, snapshot: Path) -> None:
     base_model = BaseModel(
         name="benchmark",
         fingerprint=FINGERPRINT,
@@ -117,6 +122,7 @@ async def _measure(store: Path) -> None:
         num_layers=32,
         model_dir=store,
     )
+    known = KnownDocuments(snapshot, str(store))
     rss_before = _rss_bytes()
     started_s = time.perf_counter()
     registry = await Registry.open(
@@ -125,6 +131,7 @@ async def _measure(store: Path) -> None:
         calls=StoreCalls(timeout_s=60.0),
         max_adapter_bytes=1 << 30,
         reports=WorkerReports(),
+        known=known,
     )
     start_s = time.perf_counter() - started_s
     counts = registry.stats()
@@ -132,6 +139,7 @@ async def _measure(store: Path) -> None:
         "names": counts.num_registered,
         "blobs": counts.num_stored,
         "start_s": round(start_s, 2),
+        "documents_read": known.num_read,
         "rss_before_mb": round(rss_before / 1e6),
         "rss_mb": round(_rss_bytes() / 1e6),
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6),
@@ -141,7 +149,8 @@ async def _measure(store: Path) -> None:
         results[f"adapters_page_{size}_ms"] = _page_ms(partial(_adapters_page, registry, size))
         if len(first.versions) > 1:
             results[f"versions_page_{size}_ms"] = _page_ms(partial(_versions_page, first, size))
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
+    known.wait()
     await registry.close()
 
 

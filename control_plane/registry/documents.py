@@ -69,7 +69,7 @@ class Documents:
             return
         name = record.adapter_id
         try:
-            found = await self._calls.read(self._store.read_record, name)
+            found, _ = await self._calls.read(self._store.read_record, name)
         except FileNotFoundError:
             found = None
         if not self._is_of(name, found, record):
@@ -177,7 +177,7 @@ class Documents:
     def _read(self, name: str) -> tuple[AdapterRecord | None, set[str]]:
         """The record of a name as the store has it, and which of its versions' blobs are complete."""
         try:
-            stored = decode_record(self._store.read_record(name))
+            stored = decode_record(self._store.read_record(name)[0])
         except FileNotFoundError:
             return None, set()
         except ValueError as error:
@@ -185,7 +185,7 @@ class Documents:
         versions = {}
         for digest in stored.digests:
             try:
-                versions[digest] = decode_version(self._store.read_version(name, digest))
+                versions[digest] = decode_version(self._store.read_version(name, digest)[0])
             except (FileNotFoundError, ValueError) as error:
                 logger.warning("version left out adapter_id=%s digest=%s: %s", name, digest, error)
         return with_versions(stored, versions), {digest for digest in versions if self._store.has_blob(digest)}

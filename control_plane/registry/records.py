@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
-from operator import attrgetter
 from typing import Any
 
 from control_plane.access.tenant_names import is_tenant
@@ -143,8 +142,6 @@ class StoredRecord:
 
 # Fields of a record that its document does not have: found out, in documents of their own, or as several members.
 _NOT_STORED = frozenset({"state", "state_reason", "versions", "ownership", "rollout"})
-_VALUES_OF = attrgetter(*(f.name for f in fields(AdapterRecord)))
-_VERSIONS_AT = [f.name for f in fields(AdapterRecord)].index("versions")
 _LISTS_OF_TEXTS = frozenset({"parts", "files", "labels", "warnings"})
 _SIGNED, _METHOD = frozenset({"signature", "verification"}), frozenset({"method"})
 _MODULES_KEY = b'"target_modules": ['
@@ -260,11 +257,14 @@ def decode_version(raw: bytes) -> AdapterVersion:
 
 
 def with_versions(stored: StoredRecord, found: Mapping[str, AdapterVersion]) -> AdapterRecord:
-    """The record with those of its versions that have a document, by digest. Without its active one it is FAILED."""
+    """The record with those of its versions that have a document, by digest. Without its active one it is FAILED.
+
+    `stored` was just decoded, and its record becomes the one that is returned.
+    """
     versions = tuple([found[digest] for digest in stored.digests if digest in found])
-    values = list(_VALUES_OF(stored.record))  # `replace` takes four times as long
-    values[_VERSIONS_AT] = versions
-    record = AdapterRecord(*values)
+    record = stored.record
+    # Nobody else has the record yet: a copy for each of 100,000 names takes a tenth of a start.
+    object.__setattr__(record, "versions", versions)
     if record.active_version is not None:
         return record
     reason = "the document of its active version is missing or cannot be read; register it again"

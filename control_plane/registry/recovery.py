@@ -26,6 +26,7 @@ from control_plane.registry.records import (
     encode_version,
     with_versions,
 )
+from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.artifact_store import ArtifactStore, StoredNames
 from control_plane.store_calls import StoreCalls
 
@@ -49,8 +50,11 @@ class Recovered:
     blobs: frozenset[str]  # complete ones
 
 
-async def recover(store: ArtifactStore, calls: StoreCalls) -> Recovered:
+async def recover(store: ArtifactStore, calls: StoreCalls, known: KnownDocuments | None = None) -> Recovered:
     """Read all records; finish deletions, remove half-written and unreferenced blobs, set broken records apart.
+
+    `known`: what an earlier start read; it is not read again where the store has it in the same state. Of no use where
+    other processes can write, and where a look at a document takes as long as reading it.
 
     Blobs that no readable record names stay while any record is unreadable: it may be theirs. So do, in a store that
     others could reach, those that another process may be writing.
@@ -59,7 +63,11 @@ async def recover(store: ArtifactStore, calls: StoreCalls) -> Recovered:
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        recovered = await _recover(store, calls)
+        if known is None or not store.is_sole:
+            known = KnownDocuments(None, "")
+        await asyncio.to_thread(known.load)
+        recovered = await _recover(store, calls, known)
+        known.finish()
         if len(recovered.records) >= _MANY:  # nor do they look at these records later on: each look would take 0.2 s
             gc.freeze()
         return recovered
@@ -68,16 +76,16 @@ async def recover(store: ArtifactStore, calls: StoreCalls) -> Recovered:
             gc.enable()
 
 
-async def _recover(store: ArtifactStore, calls: StoreCalls) -> Recovered:
+async def _recover(store: ArtifactStore, calls: StoreCalls, known: KnownDocuments) -> Recovered:
     names = await calls.read(store.list_names)
     for adapter_id in names.deleting:
         logger.info("finishing deletion adapter_id=%s", adapter_id)
         await calls.change(store.delete_versions, adapter_id)
-    stored = await _each(calls, partial(_read_record, store), names.records)
+    stored = await _each(calls, partial(_read_record, store, known), names.records)
     for adapter_id, found in stored.items():
         if isinstance(found, StoredRecord) and found.record.state is AdapterState.DELETING:
             await calls.change(partial(store.delete_record, adapter_id, expected=_is_old))
-    records = await _whole_records(store, calls, stored)
+    records = await _whole_records(store, calls, known, stored)
     for adapter_id in sorted(set(names.versions) - set(names.records) - set(names.deleting)):
         await calls.change(store.delete_versions, adapter_id)
     return Recovered(records, await _blobs_in_order(store, calls, names, records))
@@ -100,10 +108,13 @@ def unreadable(adapter_id: str, reason: str) -> AdapterRecord:
     )
 
 
-def _read_record(store: ArtifactStore, adapter_id: str) -> StoredRecord | str:
+def _read_record(store: ArtifactStore, known: KnownDocuments, adapter_id: str) -> StoredRecord | str:
     """The record, or why it cannot be read."""
     try:
-        stored = decode_record(store.read_record(adapter_id))
+        document, tag = store.read_record(adapter_id, known.record_tag(adapter_id))
+        if not document:
+            return known.record(adapter_id)
+        stored = decode_record(document)
         if stored.record.adapter_id != adapter_id:
             raise ValueError("it is another adapter's")
         active = stored.record.active_digest  # empty: all versions are held
@@ -113,11 +124,12 @@ def _read_record(store: ArtifactStore, adapter_id: str) -> StoredRecord | str:
         return "it is gone"
     except ValueError as error:
         return str(error)
+    known.add_record(adapter_id, tag, stored)
     return stored
 
 
 async def _whole_records(
-    store: ArtifactStore, calls: StoreCalls, stored: Mapping[str, StoredRecord | str]
+    store: ArtifactStore, calls: StoreCalls, known: KnownDocuments, stored: Mapping[str, StoredRecord | str]
 ) -> list[AdapterRecord]:
     """The records with their versions; those that hold the versions themselves are written in the present format."""
     wanted = [
@@ -126,7 +138,7 @@ async def _whole_records(
         if isinstance(found, StoredRecord) and not found.is_old
         for digest in found.digests
     ]
-    documents = await _each(calls, partial(_read_version, store), wanted)
+    documents = await _each(calls, partial(_read_version, store, known), wanted)
     records = []
     for adapter_id, found in stored.items():
         if isinstance(found, str):
@@ -150,15 +162,21 @@ async def _whole_records(
     return records
 
 
-def _read_version(store: ArtifactStore, name: tuple[str, str]) -> AdapterVersion | str:
+def _read_version(store: ArtifactStore, known: KnownDocuments, name: tuple[str, str]) -> AdapterVersion | str:
     """The version, or why it cannot be read."""
     try:
-        version = decode_version(store.read_version(*name))
+        document, tag = store.read_version(*name, known.version_tag(name))
+        if not document:
+            return known.version(name)
+        version = decode_version(document)
     except FileNotFoundError:
         return "its document is gone"
     except ValueError as error:
         return str(error)
-    return version if version.digest == name[1] else "it is another version's"
+    if version.digest != name[1]:
+        return "it is another version's"
+    known.add_version(name[0], tag, version)
+    return version
 
 
 def _write_anew(store: ArtifactStore, record: AdapterRecord) -> None:

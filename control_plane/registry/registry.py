@@ -44,6 +44,7 @@ from control_plane.registry.records import (
 )
 from control_plane.registry.recovery import recover
 from control_plane.registry.signed_version import with_signature
+from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.artifact_store import MAX_LOCK_WAIT_S, ArtifactStore
 from control_plane.registry.versions.early_versions import Publish, show_and_store
 from control_plane.registry.versions.record_changes import (
@@ -109,15 +110,16 @@ class Registry:
         prefixes: NamePrefixes = NO_PREFIXES,
         pool: IngestPool | None = None,
         check_template: CheckTemplate | None = None,
+        known: KnownDocuments | None = None,
     ) -> Registry:
         """Lock the store, bring it in order, read it. `scratch_dir` takes adapters while they are packed.
 
         Adapters are judged by what `reports` says that the workers serve. `prefixes` are reserved for tenants.
-        `pool`: its processes pack adapters, until `close`; None: threads of this one do.
+        `pool`: its processes pack adapters, until `close`; None: threads of this one do. `known`: see recovery.py.
         """
         incarnation = await calls.read(store.acquire, extra_s=MAX_LOCK_WAIT_S)
         try:
-            recovered = await recover(store, calls)
+            recovered = await recover(store, calls, known)
         except BaseException:
             with contextlib.suppress(MotetError):
                 await calls.read(store.close)

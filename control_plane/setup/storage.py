@@ -21,6 +21,7 @@ from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.packing.ingest_pool import IngestPool
 from control_plane.registry.registry import Registry
+from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.store import StoreUrlError
 from control_plane.store_calls import StoreCalls
@@ -61,6 +62,7 @@ async def open_storage(
         prefixes=tenants.name_prefixes,
         pool=IngestPool(),
         check_template=check_template,
+        known=KnownDocuments(config.data_dir / "registry.snapshot", config.store_url),
     )
     stack.push_async_callback(registry.close)
     num_adapters = registry.stats().num_registered

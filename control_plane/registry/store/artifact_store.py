@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from contract.ids import is_adapter_id, is_digest
 from control_plane.directory_lock import DirectoryAway
@@ -63,6 +64,10 @@ class StoredNames:
     blobs: tuple[str, ...]  # digests; not all of them need be whole
 
 
+# Content and tag of a document. The content is empty where the caller knows it: the present tag is its `known_tag`.
+Document: TypeAlias = tuple[bytes, str]
+
+
 class DocumentChanged(Exception):
     """A document is not in the state that the caller read: another server changed it."""
 
@@ -75,6 +80,7 @@ class ArtifactStore:
     ) -> None:
         """`is_exclusive`: the operator says that no other control plane uses a remote store. Raises StoreUrlError."""
         self._store = open_store(place, is_exclusive=is_exclusive) if isinstance(place, str) else place
+        self.place = place if isinstance(place, str) else ""  # a path or a URL
         self.is_sole = self._store.fence.is_sole  # no other process can write while this one has the store open
         self._clock = clock  # wall clock, seconds
         self._claims = BlobClaims(self._store, clock)
@@ -243,10 +249,9 @@ class ArtifactStore:
 
     # ---- records and versions ----
 
-    def read_record(self, adapter_id: str) -> bytes:
-        """The record of a name. Raises FileNotFoundError."""
-        with _reading("read"):
-            return self._store.get(_record(adapter_id))[0]
+    def read_record(self, adapter_id: str, known_tag: str = "") -> Document:
+        """The record of a name. Raises FileNotFoundError. See `Document`."""
+        return self._read(_record(adapter_id), known_tag)
 
     def write_record(self, adapter_id: str, document: bytes, *, expected: Expected) -> None:
         """Write the record of a name if the present one is as expected. Raises DocumentChanged."""
@@ -256,10 +261,21 @@ class ArtifactStore:
         """Remove the record of a name: from here on the name does not exist. Raises DocumentChanged. Needs no space."""
         self._delete(_record(adapter_id), expected)
 
-    def read_version(self, adapter_id: str, digest: str) -> bytes:
-        """The document of one version. Raises FileNotFoundError."""
-        with _reading("read"):
-            return self._store.get(_version(adapter_id, digest))[0]
+    def read_version(self, adapter_id: str, digest: str, known_tag: str = "") -> Document:
+        """The document of one version. Raises FileNotFoundError. See `Document`."""
+        return self._read(_version(adapter_id, digest), known_tag)
+
+    def _read(self, key: str, known_tag: str) -> Document:
+        try:  # without `_reading`: a start makes hundreds of thousands of these calls
+            if known_tag:
+                entry = self._store.head(key)
+                if entry is not None and entry.tag == known_tag:
+                    return b"", known_tag
+            return self._store.get(key)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _storage_error("read", error) from error
 
     def write_version(self, adapter_id: str, digest: str, document: bytes) -> None:
         """Write the document of one version, before the record that names it.

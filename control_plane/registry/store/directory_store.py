@@ -220,7 +220,8 @@ def _make_unique(file: BinaryIO) -> None:
 
 
 def _tag(found: os.stat_result) -> str:
-    return f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
+    """Another one after every change: nobody can set the time of a file's last change (ctime)."""
+    return f"{found.st_mtime_ns:x}-{found.st_ctime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
 
 
 def _entry(name: str, found: os.stat_result) -> Entry:

@@ -8,10 +8,9 @@ unseen: a write names the state that it replaces, and of two writes that replace
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 # A control plane that was paused for as long as this may still be writing.
 LEFTOVER_AGE = timedelta(hours=24)
@@ -37,8 +36,7 @@ class KeyChanged(StoreConflict):
     """The content of the key is another one than the tag names, or is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):  # takes a third of the time of a dataclass, and a start makes one for each document
     """What lies directly below a prefix: a key with content, or a further prefix (a directory)."""
 
     name: str  # last part of the key

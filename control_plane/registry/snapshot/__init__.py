@@ -1,0 +1,1 @@
+"""What a start keeps for the next one, so that it need not read every document again."""
