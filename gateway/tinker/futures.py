@@ -1,6 +1,7 @@
 """Sample requests between `asample`, which starts one, and `retrieve_future`, which waits for its result.
 
 In memory and short-lived: after a restart an id is unknown, which the SDK takes as the word to send its request again.
+An id is one of its owner: two owners may have the same one, and neither notices the other.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class Futures:
     def __init__(self, settings: TinkerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
-        self._samples: dict[str, _Sample] = {}  # oldest first
+        self._samples: dict[tuple[str, str], _Sample] = {}  # by owner and id, oldest first
         # Invariant: how many of _samples each owner has; nobody has 0.
         self._num_by_owner: Counter[str] = Counter()
-        # Invariant: the sum of size_bytes over _samples.
-        self._kept_bytes = 0
+        # Invariant: the sum of size_bytes over the _samples of each owner; nobody has 0.
+        self._kept_bytes_by_owner: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -57,17 +58,16 @@ class Futures:
     def start(self, request_id: str, owner: str, work: Callable[[], Awaitable[bytes]]) -> None:
         """Begin a request, unless it has begun: a client that did not get the response of `asample` sends it again.
 
-        Raises TooManySamples, and UnknownSample if somebody else has this id.
+        Raises TooManySamples.
         """
-        if request_id in self._samples:
-            self._find(request_id, owner)
+        if (owner, request_id) in self._samples:
             return
         if len(self._samples) >= self._settings.max_samples:
             # Only a key with less than its equal part gets one more: no key shuts the others out.
             num_owners = len(self._num_by_owner.keys() | {owner})
             if self._num_by_owner.get(owner, 0) >= max(1, self._settings.max_samples // num_owners):
                 raise TooManySamples
-        sample = self._samples[request_id] = _Sample(owner, self._clock())
+        sample = self._samples[owner, request_id] = _Sample(owner, self._clock())
         self._num_by_owner[owner] += 1
         # The task inherits the context of this request, and with it the key.
         sample.task = asyncio.ensure_future(self._run(sample, work))
@@ -89,22 +89,21 @@ class Futures:
     def cancel(self, request_id: str, owner: str) -> None:
         """End a request, if it runs, and forget it. An unknown one is none to cancel."""
         with contextlib.suppress(UnknownSample):
-            self._find(request_id, owner)
-            self._drop(request_id)
+            self._drop(self._find(request_id, owner).owner, request_id)
 
     def sweep(self) -> None:
         """Cancel requests that nobody polls any more, and forget results whose time is over."""
         now_s, settings = self._clock(), self._settings
-        for request_id, sample in list(self._samples.items()):
+        for (owner, request_id), sample in list(self._samples.items()):
             limit_s = settings.abandoned_s if sample.outcome is None else settings.result_ttl_s
             if not sample.num_waiting and now_s - sample.last_seen_s > limit_s:
-                self._drop(request_id)
+                self._drop(owner, request_id)
 
     async def close(self) -> None:
         """End every request."""
         tasks = [sample.task for sample in self._samples.values() if sample.task is not None]
-        for request_id in list(self._samples):
-            self._drop(request_id)
+        for owner, request_id in list(self._samples):
+            self._drop(owner, request_id)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, sample: _Sample, work: Callable[[], Awaitable[bytes]]) -> None:
@@ -114,25 +113,36 @@ class Futures:
             outcome = error
         sample.outcome, sample.last_seen_s = outcome, self._clock()
         sample.has_ended.set()
-        self._kept_bytes += sample.size_bytes
-        for request_id, other in list(self._samples.items()):
-            if self._kept_bytes <= self._settings.max_result_bytes:
-                break
-            if other is not sample and other.outcome is not None:
-                self._drop(request_id)
+        self._kept_bytes_by_owner += Counter({sample.owner: sample.size_bytes})
+        self._make_room(sample)
+
+    def _make_room(self, newest: _Sample) -> None:
+        """Drop the oldest results of whoever keeps the most, so that no key drops those of another one."""
+        kept = self._kept_bytes_by_owner
+        while kept.total() > self._settings.max_result_bytes:
+            owner = max(kept, key=lambda owner: kept[owner])
+            oldest = next((key for key, each in self._samples.items() if _is_dropped(each, owner, newest)), None)
+            if oldest is None:
+                return
+            self._drop(*oldest)
 
     def _find(self, request_id: str, owner: str) -> _Sample:
-        sample = self._samples.get(request_id)
-        if sample is None or sample.owner != owner:
+        sample = self._samples.get((owner, request_id))
+        if sample is None:
             raise UnknownSample(request_id)
         return sample
 
-    def _drop(self, request_id: str) -> None:
-        sample = self._samples.pop(request_id)
-        self._num_by_owner -= Counter((sample.owner,))
-        self._kept_bytes -= sample.size_bytes
+    def _drop(self, owner: str, request_id: str) -> None:
+        sample = self._samples.pop((owner, request_id))
+        self._num_by_owner -= Counter((owner,))
+        self._kept_bytes_by_owner -= Counter({owner: sample.size_bytes})
         if sample.task is not None:
             sample.task.cancel()
         if not sample.has_ended.is_set():
             sample.outcome = UnknownSample(request_id)
             sample.has_ended.set()
+
+
+def _is_dropped(sample: _Sample, owner: str, newest: _Sample) -> bool:
+    """Whether a sample has a result of this owner that may go."""
+    return sample.owner == owner and sample is not newest and sample.size_bytes > 0

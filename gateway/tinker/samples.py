@@ -102,8 +102,6 @@ class Samples:
             self._futures.start(request_id, current_owner(), lambda: sample(body, source, client, self._timeout_s))
         except TooManySamples:
             raise Refusal(429, "too many sample requests at present; send it again later") from None
-        except UnknownSample:
-            raise Refusal(404, f"sampling_session_id: {body.sampling_session_id!r} is not yours") from None
         ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": ids})
 

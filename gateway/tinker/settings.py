@@ -21,7 +21,7 @@ class TinkerSettings:
         lowest=1,
     )
     max_result_bytes: int = setting(
-        "results that are kept; the oldest are dropped above it",
+        "results that are kept; above it the oldest of the key with the most are dropped",
         256 << 20,
         unit="bytes",
         parse=byte_size,

@@ -78,8 +78,6 @@ async def test_the_key_of_another_caller_finds_nothing() -> None:
     work, kept = Work(), futures()
     kept.start("r", "me", work.giving(b"x"))
     with pytest.raises(UnknownSample):
-        kept.start("r", "you", work.giving(b"y"))
-    with pytest.raises(UnknownSample):
         await kept.wait("r", "you", 0.0)
     kept.cancel("r", "you")
     work.end.set()
@@ -114,6 +112,28 @@ async def test_a_request_that_nobody_polls_is_cancelled_and_one_that_is_polled_i
     kept.sweep()
     work.end.set()
     assert await waiting == b"y" and work.num_cancelled == 1 and len(kept) == 1
+
+
+async def test_an_id_that_another_key_uses_is_free_for_its_owner() -> None:
+    """An attack would take the id before its owner does, or see from a refusal that it is in use."""
+    kept = futures()
+    kept.start("r", "thief", lambda: ended(b"theirs"))
+    kept.start("r", "owner", lambda: ended(b"own"))
+    assert await kept.wait("r", "owner", 5.0) == b"own"
+    kept.cancel("r", "thief")
+    assert await kept.wait("r", "owner", 5.0) == b"own" and len(kept) == 1
+
+
+async def test_a_key_that_keeps_many_results_drops_none_of_another_key() -> None:
+    kept = futures(max_result_bytes=1 << 20)
+    kept.start("first", "modest", lambda: ended(bytes(1 << 18)))
+    assert await kept.wait("first", "modest", 5.0)
+    for number in range(20):
+        kept.start(f"{number}", "greedy", lambda: ended(bytes(1 << 18)))
+        assert await kept.wait(f"{number}", "greedy", 5.0)
+    assert await kept.wait("first", "modest", 5.0) == bytes(1 << 18) and len(kept) == 4
+    with pytest.raises(UnknownSample):
+        await kept.wait("0", "greedy", 5.0)
 
 
 async def test_above_the_bytes_the_oldest_results_go_and_what_runs_stays() -> None:
