@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from gateway.http.errors import Refusal
+from gateway.http.keys import current_owner
 
 T = TypeVar("T")
 # The gateway reads a body for GRACE_S, and a second longer for every LEAST_BYTES_PER_S of it.
@@ -36,6 +39,16 @@ def decoded_or_refused(body: bytes, kind: type[T]) -> T:
         raise Refusal(400, f"the body is not a valid {kind.__name__}: {error}") from error
 
 
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A body that is being read."""
+
+    owner: str
+    limit: asyncio.Timeout
+    size_bytes: int = 0
+    is_given_up: bool = False  # another key needs its room; it ends with its next turn
+
+
 class Bodies:
     """Bodies of at most `max_bytes`."""
 
@@ -46,7 +59,9 @@ class Bodies:
         self._max_bytes = max_bytes
         self._check_caller = check_caller
         self._grace_s = grace_s
-        self._held_bytes = 0  # of bodies that are being read
+        self._readings: set[_Reading] = set()
+        # Invariant: the sum of size_bytes over the _readings that are not given up.
+        self._held_bytes = 0
 
     async def read(self, request: Request) -> bytes:
         """The whole body. Raises Refusal as soon as it is too long or too slow, and what `check_caller` raises."""
@@ -55,29 +70,57 @@ class Bodies:
             raise self._too_long()
         if self._check_caller is not None:
             await self._check_caller()
-        parts, size = [], 0
+        parts: list[bytes] = []
         begun_s = asyncio.get_running_loop().time()
+        reading: _Reading | None = None
         try:
             async with asyncio.timeout_at(begun_s + self._grace_s) as limit:
+                reading = _Reading(current_owner(), limit)
+                self._readings.add(reading)
                 async for part in request.stream():
-                    size += len(part)
-                    self._held_bytes += len(part)
-                    if size > self._max_bytes:
+                    reading.size_bytes += len(part)
+                    self._held_bytes += 0 if reading.is_given_up else len(part)
+                    if reading.size_bytes > self._max_bytes:
                         raise self._too_long()
-                    if self._held_bytes > NUM_LONGEST * self._max_bytes:
-                        raise Refusal(503, "too many long bodies at present; send it again", headers=_LATER)
+                    self._make_room(reading)
                     parts.append(part)
-                    limit.reschedule(begun_s + self._grace_s + size / LEAST_BYTES_PER_S)
+                    if not reading.is_given_up:
+                        limit.reschedule(begun_s + self._grace_s + reading.size_bytes / LEAST_BYTES_PER_S)
         except TimeoutError:
+            assert reading is not None, "nothing was awaited before"
+            if reading.is_given_up:
+                raise _too_many() from None
             raise Refusal(
                 408,
-                f"{size} bytes of the body came in {self._grace_s:g} s and longer; send it again over a faster "
-                "connection",
+                f"{reading.size_bytes} bytes of the body came in {self._grace_s:g} s and longer; send it again over a "
+                "faster connection",
                 headers={"connection": "close"},
             ) from None
         finally:
-            self._held_bytes -= size
+            if reading is not None:
+                self._readings.discard(reading)
+                self._held_bytes -= 0 if reading.is_given_up else reading.size_bytes
         return b"".join(parts)
+
+    def _make_room(self, newest: _Reading) -> None:
+        """Give up bodies of the key that holds the most, until all fit. Raises Refusal where that key sends `newest`.
+
+        So no key shuts the others out, however many long bodies it sends, and however slowly.
+        """
+        while self._held_bytes > NUM_LONGEST * self._max_bytes and not newest.is_given_up:
+            held: Counter[str] = Counter()
+            for reading in self._readings:
+                held[reading.owner] += 0 if reading.is_given_up else reading.size_bytes
+            owner = max(held, key=lambda owner: held[owner])
+            if held[owner] == held[newest.owner]:
+                raise _too_many()
+            longest = max(
+                (reading for reading in self._readings if reading.owner == owner and not reading.is_given_up),
+                key=lambda reading: reading.size_bytes,
+            )
+            longest.is_given_up = True
+            self._held_bytes -= longest.size_bytes
+            longest.limit.reschedule(asyncio.get_running_loop().time())
 
     async def decode(self, request: Request, kind: type[T]) -> T:
         """The body as a message. Raises Refusal."""
@@ -85,3 +128,7 @@ class Bodies:
 
     def _too_long(self) -> Refusal:
         return Refusal(413, f"the body is longer than {self._max_bytes} bytes, which --max-body-bytes sets")
+
+
+def _too_many() -> Refusal:
+    return Refusal(503, "too many long bodies at present; send it again", headers=_LATER)

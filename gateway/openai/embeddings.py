@@ -12,6 +12,7 @@ from motet import AsyncClient
 from motet.pooling.calls import Embedding, PoolingOptions
 
 from gateway.openai.errors import refused
+from gateway.openai.messages import check_names
 from gateway.openai.models import Models
 
 MAX_INPUTS = 64  # of one request, as in Motet's Embed
@@ -34,6 +35,7 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 async def embeddings(body: EmbeddingBody, models: Models, client: AsyncClient, timeout_s: float) -> dict[str, Any]:
     """The response. Raises Refusal, MotetError."""
+    check_names(body)
     inputs = _inputs_of(body)
     if body.encoding_format not in (None, "float", "base64"):
         raise refused("encoding_format", "is not float or base64")

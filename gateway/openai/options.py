@@ -9,7 +9,7 @@ from motet import GenerateOptions
 from gateway.openai.chats.tool_choice import ToolChoice
 from gateway.openai.errors import refused
 from gateway.openai.formats import constraint_of
-from gateway.openai.messages import Body, ChatBody, CompletionBody
+from gateway.openai.messages import Body, ChatBody, CompletionBody, check_names
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's; Motet's own is 0
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions
@@ -58,6 +58,7 @@ _SAME = (
 
 def check(body: Body) -> None:
     """Raise Refusal for a field that is not served, or not at its value."""
+    check_names(body)
     for name in {**_REFUSED, **_NEUTRAL}:
         value = getattr(body, name, None)
         if value is not None and value not in _NEUTRAL.get(name, ()):

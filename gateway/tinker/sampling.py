@@ -26,6 +26,12 @@ def prompt_of(request: SampleRequest) -> list[int]:
             raise Refusal(
                 400, f"prompt.chunks[{position}]: {chunk.type!r} is not served; Motet takes token ids (encoded_text)"
             )
+        if any(
+            value is not None for value in (chunk.data, chunk.format, chunk.location, chunk.expected_tokens, chunk.dmel)
+        ):
+            raise Refusal(
+                400, f"prompt.chunks[{position}]: has more than tokens; a chunk of encoded_text has those alone"
+            )
     tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
     if not tokens:
         raise Refusal(400, "prompt: is empty; give at least one token id")

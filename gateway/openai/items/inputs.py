@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.openai.errors import refused
 from gateway.openai.items.messages import ResponsesBody
-from gateway.openai.messages import ChatBody, Generated
+from gateway.openai.messages import ChatBody, Generated, check_names
 
 _NOTHING_IS_KEPT = "the gateway keeps no responses; send the items of the conversation as input"
 _REFUSED: Mapping[str, str] = {
@@ -43,6 +43,7 @@ _PARTS = ("input_text", "output_text", "text")
 
 def chat_of(body: ResponsesBody) -> ChatBody:
     """The same request as a chat. Raises Refusal."""
+    check_names(body)
     for name, why in _REFUSED.items():
         value = getattr(body, name)
         is_empty = isinstance(value, Mapping) and not any(each is not None for each in value.values())

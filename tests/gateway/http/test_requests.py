@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message
 
 from gateway.http.bodies import NUM_LONGEST, Bodies, decoded_as
 from gateway.http.errors import MAX_MESSAGE_CHARS, Refusal, is_callers_mistake, refusal_from
-from gateway.http.keys import Keys, current_key, current_owner
+from gateway.http.keys import Keys, current_key, current_owner, set_key
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -135,27 +135,60 @@ async def test_a_slow_body_is_given_up() -> None:
     assert caught.value.status == 408
 
 
-async def test_the_bodies_that_are_read_at_once_are_bounded_together() -> None:
-    bodies, begun, goes_on = Bodies(1024), asyncio.Semaphore(0), asyncio.Event()
+class SlowBodies:
+    """Requests whose bodies stop before their end, each until all may go on."""
 
-    def request() -> Request:
+    def __init__(self) -> None:
+        self.begun = asyncio.Semaphore(0)
+        self.goes_on = asyncio.Event()
+
+    def request(self) -> Request:
         parts = [{"type": "http.request", "body": b" " * 1000, "more_body": True}]
 
         async def receive() -> Message:
             if parts:
                 return parts.pop()
-            begun.release()
-            await goes_on.wait()
+            self.begun.release()
+            await self.goes_on.wait()
             return {"type": "http.request", "body": b"", "more_body": False}
 
         return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
 
-    reading = [asyncio.create_task(bodies.read(request())) for _ in range(NUM_LONGEST)]
+    def read_as(self, key: str, bodies: Bodies) -> asyncio.Task[bytes]:
+        async def read() -> bytes:
+            set_key(key)
+            return await bodies.read(self.request())
+
+        return asyncio.create_task(read())
+
+
+async def test_the_bodies_that_are_read_at_once_are_bounded_together() -> None:
+    bodies, slow = Bodies(1024), SlowBodies()
+    reading = [slow.read_as("one", bodies) for _ in range(NUM_LONGEST)]
     for _ in reading:
-        await begun.acquire()
+        await slow.begun.acquire()
     with pytest.raises(Refusal, match="too many long bodies") as caught:
-        await bodies.read(request())
+        await slow.read_as("one", bodies)
     assert caught.value.status == 503
-    goes_on.set()
+    slow.goes_on.set()
     assert {len(body) for body in await asyncio.gather(*reading)} == {1000}
-    assert len(await bodies.read(request())) == 1000
+    assert len(await slow.read_as("one", bodies)) == 1000
+
+
+async def test_long_slow_bodies_of_one_key_shut_no_other_key_out() -> None:
+    """What another key sends takes the place of a body of the key that holds the most."""
+    bodies, slow = Bodies(1024), SlowBodies()
+    flood = [slow.read_as("flood", bodies) for _ in range(NUM_LONGEST)]
+    for _ in flood:
+        await slow.begun.acquire()
+    others = [slow.read_as(f"other {number}", bodies) for number in range(3)]
+    for _ in others:
+        await slow.begun.acquire()
+    slow.goes_on.set()
+    assert {len(body) for body in await asyncio.gather(*others)} == {1000}
+    outcomes = await asyncio.gather(*flood, return_exceptions=True)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
+    assert [refusal.status for refusal in refused] == [503] * 3
+    assert sum(isinstance(outcome, bytes) for outcome in outcomes) == NUM_LONGEST - 3
+    again = [slow.read_as("flood", bodies) for _ in range(NUM_LONGEST)]
+    assert {len(body) for body in await asyncio.gather(*again)} == {1000}, "all the room is free again"

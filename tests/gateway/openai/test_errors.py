@@ -104,6 +104,31 @@ def test_neutral_values_are_accepted(served: Served) -> None:
     assert reply.choices[0].finish_reason
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metadata", {"a": [1] * 1000}),
+        ("metadata", {"a": "x" * 513}),
+        ("metadata", {"a" * 65: "x"}),
+        ("metadata", {str(number): "x" for number in range(17)}),
+        ("metadata", [1] * 1000),
+        ("safety_identifier", "x" * 1025),
+        ("prompt_cache_key", "x" * 1025),
+        ("user", "x" * 1025),
+    ],
+)
+def test_what_changes_nothing_takes_no_memory_while_a_stream_runs(
+    served: Served, path: str, field: str, value: object
+) -> None:
+    """An attack would fill the memory with 32 MiB of it in each of many slow streams: a body is kept to its end."""
+    given: dict[str, object] = {"prompt": PROMPT} if path == "/v1/completions" else {"input": PROMPT}
+    if path == "/v1/chat/completions":
+        given = {"messages": MESSAGES}
+    response = httpx.post(f"{served.gateway.url}{path}", json={"model": "legal", **given, field: value}, timeout=WAIT_S)
+    assert response.status_code == 400 and response.json()["error"]["param"] == field
+
+
 def test_a_part_that_is_no_text_and_a_body_that_is_no_json_are_refused(served: Served) -> None:
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     with pytest.raises(openai.BadRequestError):

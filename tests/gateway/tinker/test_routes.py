@@ -90,6 +90,10 @@ async def test_a_route_that_is_not_served_says_which_are() -> None:
         ({"sampling_session_id": None}, "create a sampling session first"),
         ({"model_path": "tinker://legal"}, "model_path: is not read here"),
         ({"base_model": "model"}, "base_model: is not read here"),
+        (
+            {"prompt": {"chunks": [{"tokens": [5], "type": "encoded_text", "data": [1]}]}},
+            "prompt.chunks[0]: has more than tokens",
+        ),
         ({"record_stability_info": True}, "record_stability_info: is not served"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n: is 1"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: is -1"),
