@@ -16,6 +16,8 @@ from control_plane.frontends.setup import FrontendSetup
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # a loaded machine may take long to start a process
+PING_EVERY_S = 2.0
+MAX_SILENT_PINGS = 10  # one that responded to none of so many in a row is hung: each of its connections waits for ever
 END_TIMEOUT_S = 5.0  # beyond the time that calls may take
 RunCall = Callable[[RemoteContext], Awaitable[None]]
 
@@ -23,8 +25,11 @@ RunCall = Callable[[RemoteContext], Awaitable[None]]
 class Frontend:
     """One of them; started again with another process when that has ended."""
 
-    def __init__(self, index: int, setup: FrontendSetup, run_call: RunCall) -> None:
+    def __init__(
+        self, index: int, setup: FrontendSetup, run_call: RunCall, *, ping_every_s: float = PING_EVERY_S
+    ) -> None:
         self.index = index
+        self._ping_every_s = ping_every_s
         self._setup = setup
         self._run_call = run_call
         self._process: ChildProcess | None = None
@@ -62,9 +67,24 @@ class Frontend:
         logger.info("front end started index=%d pid=%d", self.index, self._process.pid)
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended."""
-        assert self._process is not None, "it was started"
-        return await self._process.wait()
+        """Its exit status, once it has ended. A process that is hung is killed."""
+        process, connection = self._process, self._connection
+        assert process is not None and connection is not None, "it was started"
+        watching = asyncio.ensure_future(self._end_if_hung(process, connection))
+        try:
+            return await process.wait()
+        finally:
+            watching.cancel()
+
+    async def _end_if_hung(self, process: ChildProcess, connection: _Connection) -> None:
+        num_silent = 0
+        while num_silent < MAX_SILENT_PINGS:
+            connection.has_responded = False
+            connection.link.send(0, Kind.PING)
+            await asyncio.sleep(self._ping_every_s)
+            num_silent = 0 if connection.has_responded else num_silent + 1
+        logger.error("front end does not respond and is killed index=%d pid=%s", self.index, process.pid)
+        process.kill()
 
     async def stop(self, grace_s: float) -> None:
         """End it; calls that run get so many seconds. Harmless where it has ended."""
@@ -89,6 +109,7 @@ class _Connection:
     def __init__(self, run_call: RunCall) -> None:
         self.link = Link(self._on_frame, self.end_calls)
         self.is_ready = asyncio.Event()
+        self.has_responded = False  # since the last PING
         self._run_call = run_call
         self._contexts: dict[int, RemoteContext] = {}  # by number of the call
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -112,6 +133,9 @@ class _Connection:
             return
         if kind == Kind.READY:
             self.is_ready.set()
+            return
+        if kind == Kind.PONG:
+            self.has_responded = True
             return
         context = self._contexts.get(call_id)
         if context is None:

@@ -3,7 +3,7 @@
 Front ends are processes that hold the clients' connections on one port. They do TLS, HTTP/2 and gRPC's framing; an RPC
 comes through a private socket to this process, which runs the same interceptor and handlers as without front ends. So
 callers, limits, quotas, the audit log and all other state have their one owner here. A front end that ends takes its
-connections with it, and another one is started.
+connections with it, and another one is started. One that does not respond for 20 s is ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from control_plane.api.rpc.interceptor import RpcInterceptor
 from control_plane.frontends.calls import OfferedMethods
-from control_plane.frontends.frontend import Frontend
+from control_plane.frontends.frontend import PING_EVERY_S, Frontend
 from control_plane.frontends.reserved_port import ReservedPort
 from control_plane.frontends.setup import FrontendSetup
 
@@ -29,8 +29,16 @@ STEADY_S = 60.0  # one that ran for so long begins with the first pause again
 class FrontendPort:
     """Offers services through front ends."""
 
-    def __init__(self, interceptor: RpcInterceptor, num_frontends: int, setup: FrontendSetup) -> None:
+    def __init__(
+        self,
+        interceptor: RpcInterceptor,
+        num_frontends: int,
+        setup: FrontendSetup,
+        *,
+        ping_every_s: float = PING_EVERY_S,
+    ) -> None:
         """`setup`: of each front end, but for the address."""
+        self._ping_every_s = ping_every_s
         self._methods = OfferedMethods(interceptor)
         self._num_frontends = num_frontends
         self._setup = setup
@@ -51,7 +59,10 @@ class FrontendPort:
         """Start the front ends; they listen when this returns. Raises OSError."""
         assert self._reserved is not None, "the port is bound before its start"
         setup = self._setup.at(self._reserved.address)
-        self._frontends = [Frontend(index, setup, self._methods.run) for index in range(1, self._num_frontends + 1)]
+        self._frontends = [
+            Frontend(index, setup, self._methods.run, ping_every_s=self._ping_every_s)
+            for index in range(1, self._num_frontends + 1)
+        ]
         await asyncio.gather(*(frontend.start() for frontend in self._frontends))
         self._keepers = [asyncio.create_task(self._keep(frontend)) for frontend in self._frontends]
 

@@ -109,6 +109,8 @@ class _Frontend(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
     def _on_frame(self, call_id: int, kind: int, body: bytes) -> None:
         if kind == Kind.SETUP:
             self._setup.set_result(FrontendSetup.decode(body))
+        elif kind == Kind.PING:
+            self.link.send(0, Kind.PONG)
         elif kind == Kind.STOP:
             self._stop(COUNT.unpack(body)[0] / 1000)
         elif (call := self._calls.get(call_id)) is not None:  # else it has ended here already

@@ -35,6 +35,7 @@ class Kind(IntEnum):
     BEGIN = 4  # send the initial metadata and say whether that went well
     STATUS = 5  # the call ends so, behind its responses
     STOP = 6  # take no further calls, and end after so many milliseconds
+    PING = 7  # show that the process runs
     # To the control plane.
     READY = 16  # the front end listens
     CALL = 17  # a call begins; no message is read before the control plane wants it
@@ -43,6 +44,7 @@ class Kind(IntEnum):
     WRITTEN = 20  # so many further responses were taken by gRPC
     BEGUN = 21  # the initial metadata was sent (1) or cannot be sent (0)
     GONE = 22  # the call is over at the client
+    PONG = 23  # to a PING, at once
 
 
 @dataclass(frozen=True, slots=True)

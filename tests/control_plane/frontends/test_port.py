@@ -16,6 +16,7 @@ import pytest
 
 from control_plane.api.rpc import listeners
 from control_plane.errors import NoWorker, SlowConsumer
+from control_plane.frontends.frontend import PING_EVERY_S
 from control_plane.frontends.port import FrontendPort
 from control_plane.frontends.setup import FrontendSetup
 from tests.control_plane.api.fakes import details
@@ -96,7 +97,7 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def running(
-    num_frontends: int = 1, write_timeout_s: float = 30.0
+    num_frontends: int = 1, write_timeout_s: float = 30.0, ping_every_s: float = PING_EVERY_S
 ) -> AsyncIterator[tuple[FrontendPort, Service, str]]:
     service = Service()
     refused: list[str] = []
@@ -106,7 +107,8 @@ async def running(
         on_refused=lambda method, _caller, _error: refused.append(method),
     )
     options = (("grpc.so_reuseport", 1), ("grpc.max_receive_message_length", 1 << 22))
-    port = FrontendPort(interceptor, num_frontends, FrontendSetup(options=options, write_timeout_s=write_timeout_s))
+    setup = FrontendSetup(options=options, write_timeout_s=write_timeout_s)
+    port = FrontendPort(interceptor, num_frontends, setup, ping_every_s=ping_every_s)
     port.add_generic_rpc_handlers((service.handlers(),))
     address = port.bind("127.0.0.1:0")
     try:
@@ -226,6 +228,22 @@ async def test_a_front_end_that_dies_takes_its_own_calls_and_another_one_follows
                     assert await call(channel, "Echo")(b"ab", wait_for_ready=True) == b"ba"
         assert {int(number) for number in service.ended} == ended, "the other's calls go on"
         assert port.pids[1] == before[1]
+
+
+async def test_a_front_end_that_hangs_is_ended_and_another_one_follows() -> None:
+    """Each of its connections would wait for ever, and so would its part of all further ones."""
+    async with running(ping_every_s=0.2) as (port, service, address):
+        own: Any = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(address, options=own) as channel:
+            stream = call(channel, "Hang", "unary_stream")(b"held")
+            assert await stream.read() == b"held"
+            before = port.pids[0]
+            os.kill(before or 0, signal.SIGSTOP)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stream.read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            await until(lambda: service.ended == ["held"] and port.pids[0] != before)
+            assert await call(channel, "Echo")(b"ab", wait_for_ready=True) == b"ba"
 
 
 async def test_a_call_that_ends_slowly_leaves_those_of_the_next_front_end_alone() -> None:
