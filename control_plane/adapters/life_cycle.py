@@ -28,6 +28,7 @@ from control_plane.caller import current_caller
 from control_plane.errors import AdapterNotActive
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.adapter_files import format_of
 from control_plane.registry.companions.inherited import NOT_INHERITED, Inherited
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.peft.ingest import PackedInfo
@@ -173,7 +174,8 @@ class AdapterLifeCycle:
     def _check_signature(
         self, tenant: str, may_change: bool, files: Mapping[str, Path], copies: Path
     ) -> tuple[Mapping[str, Path], SignatureVerdict | None]:
-        return self._signatures.verify(tenant, files, copies if may_change else None)
+        demanded = format_of(files).companions  # without its chat template the adapter would do something else
+        return self._signatures.verify(tenant, files, copies if may_change else None, demanded)
 
     def start_registering(self, registration: Registration, source: AdapterSource) -> Operation:
         """Register as an operation, which a client can cancel. Raises Exhausted where too many are running.

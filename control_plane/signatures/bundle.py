@@ -11,7 +11,7 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,17 @@ def read_statement(payload: bytes) -> dict[str, str]:
     return digests
 
 
-def check_files(signed: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Raise SignatureInvalid unless every file found was signed with these bytes. Both are SHA-256 by name."""
+def check_files(signed: Mapping[str, str], found: Mapping[str, str], demanded: Collection[str] = ()) -> None:
+    """Raise SignatureInvalid unless every file found was signed with these bytes. Both are SHA-256 by name.
+
+    `demanded`: names of files that must be found where they were signed.
+    """
+    for name in demanded:
+        if name in signed and name not in found:
+            raise SignatureInvalid(
+                f"{name} is among the files that model.sig signs, and is missing; register the whole directory, or "
+                "sign one without it"
+            )
     for name, digest in found.items():
         if name not in signed:
             raise SignatureInvalid(f"{name} is not among the files that model.sig signs; sign the directory again")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from control_plane.access.settings import AccessSettings
@@ -53,12 +53,13 @@ class SignatureVerifier:
         self._wall_clock = wall_clock
 
     def verify(
-        self, tenant: str, files: Mapping[str, Path], copy_to: Path | None = None
+        self, tenant: str, files: Mapping[str, Path], copy_to: Path | None = None, demanded: Collection[str] = ()
     ) -> tuple[dict[str, Path], SignatureVerdict | None]:
         """The files to register, without the signature, and whose signature they have; None: they have none.
 
         `copy_to`: the files may be changed by somebody else meanwhile; those that are returned lie in this directory
-        and are what was verified. Raises SignatureInvalid, and OSError where a file cannot be read.
+        and are what was verified. `demanded`: files that must be there if they were signed. Raises SignatureInvalid,
+        and OSError where a file cannot be read.
         """
         signed = {name: path for name, path in files.items() if name != SIGNATURE_FILE}
         if self._signers is None:
@@ -79,7 +80,7 @@ class SignatureVerifier:
             copy = copy_to / name if copy_to is not None else None
             found[name] = _sha256(path, copy)
             signed[name] = path if copy is None else copy
-        check_files(listed, found)
+        check_files(listed, found, demanded)
         return signed, verdict
 
 

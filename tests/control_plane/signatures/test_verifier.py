@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from control_plane.access.watched_files import WatchedFiles
 from control_plane.errors import SignatureInvalid
+from control_plane.registry.adapter_files import PEFT
 from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES
 from control_plane.signatures.signers import Signers, read_signers
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
@@ -230,6 +231,14 @@ def test_files_other_than_those_that_were_signed_are_refused(
 ) -> None:
     with pytest.raises(SignatureInvalid, match=words):
         verify(tmp_path, MAKER.sign(files), signers(everybody=[("a", MAKER.pem)]))
+
+
+def test_a_signed_chat_template_that_was_taken_away_is_missed(tmp_path: Path) -> None:
+    """An attack would register signed weights without the template that their author signed with them."""
+    signature = MAKER.sign({**FILES, "chat_template.jinja": b"{{ safe }}"})
+    judge = verifier(tmp_path, signers(everybody=[("a", MAKER.pem)]))
+    with pytest.raises(SignatureInvalid, match=r"chat_template\.jinja is among the files .* and is missing"):
+        judge.verify("team-a", write(tmp_path, signature), demanded=PEFT.companions)
 
 
 def test_files_that_are_signed_and_not_uploaded_are_fine(tmp_path: Path) -> None:
