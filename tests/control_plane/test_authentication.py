@@ -156,3 +156,25 @@ async def test_the_file_of_tenants_bounds_what_a_tenant_pins(tmp_path: Path) -> 
             await stub.PinAdapter(request, timeout=STEP_S, metadata=bearer(key))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "max_pinned_bytes" in str(caught.value.details())
+
+
+async def test_a_flood_of_bad_credentials_fills_neither_log_nor_audit_log(tmp_path: Path) -> None:
+    """Every one of them is another one, and half of the methods are invented."""
+    path, audit = tmp_path / "keys.json", tmp_path / "audit.jsonl"
+    add_key(path, Role.ADMIN)
+    flags = ("--host-cache", "memory", "--api-keys", str(path), "--audit-log", str(audit))
+    async with control_plane(tmp_path, *flags) as (process, clients, _workers):
+        async with grpc.aio.insecure_channel(clients) as channel:
+            for number in range(400):
+                method = (
+                    f"/motet.v1.Invented{number}/{'M' * 900}" if number % 2 else "/motet.v1.StatusService/GetStatus"
+                )
+                code = await code_of(channel, method, bearer(f"motet_flood{number:05d}_{'x' * 43}"))
+                assert code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), STEP_S)
+    lines = audit.read_text("utf-8").splitlines()
+    assert len(lines) < 100 and max(map(len, lines)) < 2000, "one line a second and reason, and the counts"
+    refused = [json.loads(line)["data"] for line in lines if ".refusal" in line]
+    assert refused[0]["reason"] == "UNAUTHENTICATED"
+    assert log.count(b"\n") < 40 and b"flood00" not in log
