@@ -131,6 +131,20 @@ async def test_two_poison_requests_are_both_found(clock: FakeClock) -> None:
     assert fate.num_deaths <= 2 * (3 + 4)
 
 
+async def test_a_tenants_poison_has_no_adapter_refused_to_another_tenant(clock: FakeClock) -> None:
+    """An attack would register another tenant's bytes, and kill workers under that digest."""
+    fleet = make_fleet(clock, worker_grace_s=1e9)
+    adapter = fleet.weights.add("of both")
+    attack = replace(make_request(fleet, [*POISON, 3], 30, adapter), tenant="thief")
+    [poisoned], fate = submit(fleet, [attack]), Fate(fleet, 2)
+    await fate.run(poisoned.done)
+    assert isinstance(poisoned.exception(), PoisonedRequest)
+    own = replace(make_request(fleet, [100, 2], 20, adapter), tenant="owner")
+    [reader] = submit(fleet, [own])
+    await fate.run(reader.done)
+    assert await reader == expected(own)
+
+
 # ---- deaths that no request is the reason of ----
 
 
