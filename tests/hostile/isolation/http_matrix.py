@@ -251,12 +251,12 @@ def _put_into_body(place: Place) -> Callable[[Sent, str], Sent]:
 
     def put(sent: Sent, value: str) -> Sent:
         body = copy.deepcopy(sent.body)
-        inner = body
+        inner: Any = body
         for step, following in itertools.pairwise(place):
-            kind = list if isinstance(following, int) else dict
-            if isinstance(inner, list):
-                inner[step : step + 1] = inner[step : step + 1] or [kind()]
-            if not isinstance(inner[step] if isinstance(inner, list) else inner.get(step), kind):
+            kind: Any = list if isinstance(following, int) else dict
+            if isinstance(step, int) and step == len(inner):
+                inner.append(kind())
+            if not isinstance(inner[step] if isinstance(step, int) else inner.get(step), kind):
                 inner[step] = kind()
             inner = inner[step]
         last = place[-1]
