@@ -243,7 +243,11 @@ def _parameters(route: Route, things: Things, session: str) -> dict[str, str]:
 
 
 def _put_in(part: str, name: str) -> Callable[[Sent, str], Sent]:
-    return lambda sent, value: replace(sent, **{part: {**getattr(sent, part), name: value}})
+    def put(sent: Sent, value: str) -> Sent:
+        changed: dict[str, Any] = {part: {**getattr(sent, part), name: value}}
+        return replace(sent, **changed)
+
+    return put
 
 
 def _put_into_body(place: Place) -> Callable[[Sent, str], Sent]:
