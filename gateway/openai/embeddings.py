@@ -12,8 +12,8 @@ from motet import AsyncClient
 from motet.pooling.calls import Embedding, PoolingOptions
 
 from gateway.openai.errors import refused
-from gateway.openai.messages import check_names
 from gateway.openai.models import Models
+from gateway.openai.options import check_names
 
 MAX_INPUTS = 64  # of one request, as in Motet's Embed
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-from gateway.openai.errors import refused
-
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`stream_options`."""
@@ -44,30 +42,6 @@ class Generated(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     store: Any = None
     service_tier: Any = None
     prompt_cache_key: str | None = None
-
-
-# OpenAI's own bounds of `metadata`. All of a body is kept until its response ends, what changes nothing included.
-MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
-MAX_NAME_CHARS = 1024
-
-
-def check_names(body: Any) -> None:
-    """Raise Refusal where a field that changes nothing is longer than anything that it is for."""
-    for name in ("user", "safety_identifier", "prompt_cache_key"):
-        if (length := len(getattr(body, name, None) or "")) > MAX_NAME_CHARS:
-            raise refused(name, f"has {length} characters; at most {MAX_NAME_CHARS} are taken")
-    metadata = getattr(body, "metadata", None)
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict) or len(metadata) > MAX_PAIRS:
-        raise refused("metadata", f"is not an object with at most {MAX_PAIRS} members")
-    for key, value in metadata.items():
-        if len(key) > MAX_KEY_CHARS or not isinstance(value, str) or len(value) > MAX_VALUE_CHARS:
-            raise refused(
-                "metadata",
-                f"the member {key[:MAX_KEY_CHARS]!r} is not a text of at most {MAX_VALUE_CHARS} characters with a name "
-                f"of at most {MAX_KEY_CHARS}",
-            )
 
 
 class Body(Generated, kw_only=True):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from motet import GenerateOptions
 
 from gateway.openai.chats.tool_choice import ToolChoice
 from gateway.openai.errors import refused
 from gateway.openai.formats import constraint_of
-from gateway.openai.messages import Body, ChatBody, CompletionBody, check_names
+from gateway.openai.messages import Body, ChatBody, CompletionBody
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's; Motet's own is 0
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions
 MAX_TOP_LOGPROBS = 20
+
+# OpenAI's own bounds of `metadata`. All of a body is kept until its response ends, what changes nothing included.
+MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+MAX_NAME_CHARS = 1024
 
 _NOT_SERVED = "is not served"
 _REFUSED: Mapping[str, str] = {
@@ -54,6 +59,25 @@ _SAME = (
     "skip_special_tokens",
     "priority",
 )
+
+
+def check_names(body: Any) -> None:
+    """Raise Refusal where a field that changes nothing is longer than anything that it is for."""
+    for name in ("user", "safety_identifier", "prompt_cache_key"):
+        if (length := len(getattr(body, name, None) or "")) > MAX_NAME_CHARS:
+            raise refused(name, f"has {length} characters; at most {MAX_NAME_CHARS} are taken")
+    metadata = getattr(body, "metadata", None)
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or len(metadata) > MAX_PAIRS:
+        raise refused("metadata", f"is not an object with at most {MAX_PAIRS} members")
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY_CHARS or not isinstance(value, str) or len(value) > MAX_VALUE_CHARS:
+            raise refused(
+                "metadata",
+                f"the member {key[:MAX_KEY_CHARS]!r} is not a text of at most {MAX_VALUE_CHARS} characters with a name "
+                f"of at most {MAX_KEY_CHARS}",
+            )
 
 
 def check(body: Body) -> None:

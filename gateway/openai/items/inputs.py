@@ -7,7 +7,8 @@ from typing import Any
 
 from gateway.openai.errors import refused
 from gateway.openai.items.messages import ResponsesBody
-from gateway.openai.messages import ChatBody, Generated, check_names
+from gateway.openai.messages import ChatBody, Generated
+from gateway.openai.options import check_names
 
 _NOTHING_IS_KEPT = "the gateway keeps no responses; send the items of the conversation as input"
 _REFUSED: Mapping[str, str] = {
