@@ -123,7 +123,7 @@ def test_digest_may_be_given_by_its_first_digits(server: ScriptedServer, capsys:
     assert "`motet adapters versions pirate` shows them" in capsys.readouterr().err
     for wrong in ("ab12cd3", "AB12CD35", "ab12cd3g"):
         assert motet(server, "generate", "--adapter", "pirate", "--adapter-digest", wrong, "hi") == exits.REFUSED
-        assert "give 8 to 64 digits of 0-9 and a-f" in capsys.readouterr().err
+        assert "give @NUMBER, @LABEL, or 8 to 64 digits of its digest" in capsys.readouterr().err
 
 
 def test_digest_in_full_is_sent_as_it_is(server: ScriptedServer) -> None:

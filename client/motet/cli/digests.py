@@ -36,8 +36,8 @@ def full_digest(client: Client, adapter: str, given: str, *, field: str) -> str:
     if not _LEAST_DIGITS <= len(given) < DIGEST_DIGITS or not _DIGITS.fullmatch(given):
         raise invalid_field(
             field,
-            f"{given!r} is not a digest or its beginning: give {_LEAST_DIGITS} to {DIGEST_DIGITS} digits of 0-9 and "
-            f"a-f, as `{show}` shows them",
+            f"{given!r} does not name a version: give @NUMBER, @LABEL, or {_LEAST_DIGITS} to {DIGEST_DIGITS} digits of "
+            f"its digest, as `{show}` shows them",
         )
     found = [version.digest for version in client.adapters.versions(adapter, page_size=1000)]
     matches = [digest for digest in found if digest.startswith(given)]
