@@ -19,6 +19,7 @@ from control_plane.errors import AdapterVersionActive, AdapterVersionHeld
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.registry import Registry
+from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.store_calls import StoreCalls
 from tests.control_plane.registry.rig import base_model, files
@@ -52,6 +53,7 @@ async def live(directory: Path, pipe: int, seed: int, *, is_last: bool) -> None:
         max_adapter_bytes=1 << 20,
         reports=WorkerReports(),
         scratch_dir=directory / "scratch",
+        known=KnownDocuments(directory / "registry.snapshot", str(directory), min_read=1),
     )
     write(pipe, "state", state_of(registry, store, directory / "store"))
     if is_last:
