@@ -12,6 +12,8 @@ from motet import MotetError
 from gateway.http.errors import Refusal, refusal_from
 
 _CODES: Mapping[int, str] = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+# LiteLLM takes every "invalid_request_error" for a 400, whatever the status is.
+_TYPES: Mapping[int, str] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # What a field of Motet's request is called here. Others have the last part of their path.
 _FIELDS: Mapping[str, str] = {
     "adapter": "model",
@@ -91,7 +93,7 @@ def refusal_of(error: MotetError | Refusal) -> Refusal:
         param = "model"
     if error.reason == "CONTEXT_TOO_LONG":
         code = "context_length_exceeded"
-    refusal = FieldRefusal(plain.message, param=param, status=plain.status, code=code)
+    refusal = FieldRefusal(_with_param(plain.message, error, param), param=param, status=plain.status, code=code)
     refusal.headers = dict(plain.headers)
     if plain.status == 503 and "retry-after" not in plain.headers:
         refusal.headers = {**plain.headers, "retry-after": "1"}
@@ -102,9 +104,7 @@ def refusal_of(error: MotetError | Refusal) -> Refusal:
 
 def problem_of(refusal: Refusal) -> Problem:
     """What a refusal says."""
-    kind = "invalid_request_error" if refusal.status < 429 else "server_error"
-    if refusal.status == 429:
-        kind = "rate_limit_error"
+    kind = _TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 429 else "server_error")
     param, code = getattr(refusal, "param", None), getattr(refusal, "code", None)
     if code is None and refusal.status != 404:
         code = _CODES.get(refusal.status)
@@ -126,3 +126,11 @@ def _param_of(error: MotetError) -> str | None:
     head, _, _ = path.partition("[")
     name = head.rpartition(".")[2]
     return _FIELDS.get(head, name) or None
+
+
+def _with_param(message: str, error: MotetError, param: str | None) -> str:
+    """The message with the place of a message in a conversation as the body has it: "messages[1].role: ..."."""
+    path = error.field_violations[0].field if error.field_violations else ""
+    if param is not None and _MESSAGE.fullmatch(path) and message.startswith(f"{path}:"):
+        return param + message.removeprefix(path)
+    return message

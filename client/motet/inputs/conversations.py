@@ -99,10 +99,17 @@ def _message(turn: object, place: str) -> types_pb2.ChatMessage:
 _KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content"))
 
 
+def _is_left_out(value: object) -> bool:
+    """Whether a field has no value. LiteLLM adds one with {"refusal": null} to the messages of responses."""
+    if isinstance(value, Mapping):
+        return all(_is_left_out(each) for each in value.values())
+    return value in (None, [], "")
+
+
 def _turn_of(given: Mapping[str, Any], place: str) -> ChatMessage:
     """A turn in the form of OpenAI's API. Responses have further fields, which are null or empty: these count as left
     out, so that a response can be sent back."""
-    unknown = sorted(name for name in set(given) - _KEYS if given[name] not in (None, [], {}, ""))
+    unknown = sorted(name for name in set(given) - _KEYS if not _is_left_out(given[name]))
     if unknown or "role" not in given or not {"content", "tool_calls"} & set(given):
         what = f"has {', '.join(map(repr, unknown))}" if unknown else "lacks 'role', or both 'content' and 'tool_calls'"
         raise invalid_field(place, f"{what}; give some of {', '.join(sorted(_KEYS))}")

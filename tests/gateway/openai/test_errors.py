@@ -77,6 +77,7 @@ def test_a_part_of_a_field_is_named_with_its_place(served: Served, field: str, e
     with pytest.raises(openai.BadRequestError) as raised:
         served.api.chat.completions.create(model="legal", messages=MESSAGES, extra_body=extra)
     assert raised.value.param == field, raised.value.message
+    assert f"{field}: " in raised.value.message, "the message names the field of the body"
 
 
 def test_a_negative_seed_is_a_seed_of_its_own(served: Served) -> None:
@@ -185,7 +186,7 @@ def test_a_prompt_that_no_message_to_motet_can_carry_is_413_and_not_sent_again(s
 def test_the_message_of_a_response_can_be_sent_back(served: Served) -> None:
     turns: list[Any] = [{"role": "user", "content": "Who pays?"}]
     message = served.api.chat.completions.create(model="legal", messages=turns, max_tokens=4).choices[0].message
-    for back in (message, message.model_dump(), {**message.model_dump(), "annotations": []}):
+    for back in (message, message.model_dump(), {**message.model_dump(), "annotations": [], "extra": {"refusal": None}}):
         again: list[Any] = [*turns, back, {"role": "user", "content": "Why?"}]
         assert served.api.chat.completions.create(model="legal", messages=again, max_tokens=2).choices
     refused: Any = [{**message.model_dump(), "refusal": "I do not"}]
