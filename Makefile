@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 STUBS_VENV := .venv-stubs
 DEPLOY_VENV := .venv-deploy
+CLIENTS_VENVS := .venv-clients
 BIN := $(abspath $(VENV))/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
@@ -26,7 +27,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format dist check-deploy manifests sdk-reference adapter-fields check gpu-check soak faults kills churn mutate clean
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format dist check-deploy check-clients manifests sdk-reference adapter-fields check gpu-check soak faults kills churn mutate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -153,10 +154,13 @@ adapter-fields: setup  ## write the lists in docs/adapters.md anew from the tabl
 check-deploy: $(DEPLOY_VENV)/.stamp  ## check images, manifests, chart and units in deploy/
 	PATH="$(abspath $(DEPLOY_VENV))/bin:$$PATH" PYTHONPATH= $(DEPLOY_VENV)/bin/python deploy/check.py
 
+check-clients: setup  ## other people's clients of OpenAI's API against a gateway, each in an environment of its own; needs npm
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.clients.check --environments $(CLIENTS_VENVS)
+
 manifests: $(DEPLOY_VENV)/.stamp  ## render deploy/kubernetes/motet.yaml from the chart
 	PATH="$(abspath $(DEPLOY_VENV))/bin:$$PATH" PYTHONPATH= $(DEPLOY_VENV)/bin/python deploy/check.py --write
 
 check: lint type check-stubs check-deploy test  ## all of it
 
 clean:  ## remove environments, caches and the demo's model
-	rm -rf $(VENV) $(STUBS_VENV) $(DEPLOY_VENV) .motet .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(STUBS_VENV) $(DEPLOY_VENV) $(CLIENTS_VENVS) .motet .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

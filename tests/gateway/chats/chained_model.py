@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.makers import EOS_TOKEN_ID, make_checkpoint, make_tokenizer
 
@@ -17,9 +18,12 @@ _GAIN = 20.0
 
 
 def make_chained_model(
-    directory: Path, chains: Sequence[Sequence[str]], chat_template: str, *, special: Sequence[str] = ()
+    directory: Path, chains: Sequence[Sequence[str]], chat_template: str, *, special: Sequence[str] = (), **sizes: Any
 ) -> Path:
-    """Write it and return `directory`. Every text of `chains` is one token and occurs once; a chain's end ends all."""
+    """Write it and return `directory`. Every text of `chains` is one token and occurs once; a chain's end ends all.
+
+    `sizes` are those of make_checkpoint.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from tokenizers import Tokenizer
@@ -27,7 +31,7 @@ def make_chained_model(
     texts = [text for chain in chains for text in chain]
     assert len(set(texts)) == len(texts), "a token has one successor"
     ids = {text: _NUM_BYTES + position for position, text in enumerate(texts)}
-    make_tokenizer(make_checkpoint(directory, arch="llama", vocab_size=_NUM_BYTES + len(texts)))
+    make_tokenizer(make_checkpoint(directory, arch="llama", vocab_size=_NUM_BYTES + len(texts), **sizes))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     for text in texts:
         (tokenizer.add_special_tokens if text in special else tokenizer.add_tokens)([text])
