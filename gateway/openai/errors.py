@@ -31,6 +31,7 @@ _FIELDS: Mapping[str, str] = {
     "inputs": "input",
     "template_kwargs": "chat_template_kwargs",
     "text": "prompt",
+    "token_ids": "prompt",
     "token_ids.ids": "prompt",
 }
 # A message of a conversation, as the SDK names it and as the server does.

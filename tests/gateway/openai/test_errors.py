@@ -144,7 +144,7 @@ def test_a_part_that_is_no_text_and_a_body_that_is_no_json_are_refused(served: S
 def test_a_prompt_that_is_too_long_is_a_status_before_the_stream(served: Served, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         served.api.completions.create(model="legal", prompt=[5] * 500, stream=stream)
-    assert raised.value.code == "context_length_exceeded"
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "prompt")
 
 
 @pytest.mark.usefixtures("stopped_worker")
