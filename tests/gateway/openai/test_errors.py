@@ -186,7 +186,8 @@ def test_a_prompt_that_no_message_to_motet_can_carry_is_413_and_not_sent_again(s
 def test_the_message_of_a_response_can_be_sent_back(served: Served) -> None:
     turns: list[Any] = [{"role": "user", "content": "Who pays?"}]
     message = served.api.chat.completions.create(model="legal", messages=turns, max_tokens=4).choices[0].message
-    for back in (message, message.model_dump(), {**message.model_dump(), "annotations": [], "extra": {"refusal": None}}):
+    empty = {"annotations": [], "provider_specific_fields": {"refusal": None}}
+    for back in (message, message.model_dump(), {**message.model_dump(), **empty}):
         again: list[Any] = [*turns, back, {"role": "user", "content": "Why?"}]
         assert served.api.chat.completions.create(model="legal", messages=again, max_tokens=2).choices
     refused: Any = [{**message.model_dump(), "refusal": "I do not"}]
