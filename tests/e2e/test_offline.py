@@ -113,11 +113,21 @@ def test_embeddings_and_classes(llm: LLM, oracle: Oracle, made: tuple[Path, dict
         llm.encode("a", adapter={"one": 1.0}, use_tqdm=False)  # type: ignore[arg-type]  # on purpose
 
 
+def test_a_result_has_what_the_server_reports_of_its_prompt(llm: LLM) -> None:
+    prompt, sampling = [7] * 24, SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate([prompt], sampling, use_tqdm=False)
+    again, scored = llm.generate([prompt, prompt], [sampling, {**sampling, "prompt_logprobs": 0}], use_tqdm=False)
+    assert again.num_cached_tokens is not None and 0 < again.num_cached_tokens < len(prompt)
+    assert again.prompt_logprobs == () and len(scored.prompt_logprobs) == len(prompt) - 1
+
+
 def test_one_prompt_that_cannot_be_served_does_not_lose_the_others(llm: LLM) -> None:
     given: list[str | list[int]] = ["hello", [5] * 100_000, "again"]
     outputs = llm.generate(given, SamplingParams(max_tokens=2), use_tqdm=False, return_errors=True)
     assert [len(output.outputs) for output in outputs] == [1, 0, 1]
-    assert isinstance(outputs[1].error, InvalidArgument)
+    assert [output.finished for output in outputs] == [True, False, True]
+    assert len({output.request_id for output in outputs}) == 3 and not outputs[1].request_id
+    assert isinstance(outputs[1].error, InvalidArgument) and outputs[1].num_cached_tokens is None
     with pytest.raises(InvalidArgument, match="shorten the prompt") as raised:
         llm.generate(given, use_tqdm=False)
     assert raised.value.__notes__ == ["this was input 1 of 3; the others were cancelled"]

@@ -32,7 +32,7 @@ from motet.offline.private_server import PrivateServer, Setting, flags_of
 from motet.pooling.calls import Classification, Embedding, Pooling, ProblemType
 from motet.requests import Prompt
 from motet.tls import PathLike
-from motet.types import Completion, Generation
+from motet.types import Completion, Generation, TokenLogprobs
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,6 +53,26 @@ class RequestOutput:
     def outputs(self) -> tuple[Completion, ...]:
         """The completions, by index; none where it failed."""
         return self.generation.completions if self.generation else ()
+
+    @property
+    def request_id(self) -> str:
+        """The request's id in the server's log; empty where it failed."""
+        return self.generation.started.request_id if self.generation else ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is a generation; results are whole, so that it is false only for an error."""
+        return self.generation is not None
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Tokens of the prompt that came from the prefix cache; None where it failed."""
+        return self.generation.started.cached_tokens if self.generation else None
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt's tokens from the second on, where requested."""
+        return self.generation.started.prompt_logprobs if self.generation else ()
 
 
 class LLM:
