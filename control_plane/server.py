@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import sys
@@ -67,6 +66,7 @@ from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
 from control_plane.setup.directories import take_in_directories
+from control_plane.setup.garbage import collect_rarely
 from control_plane.setup.metrics import ControlPlaneMetrics, open_tracing
 from control_plane.setup.storage import open_storage, uploads_in
 from control_plane.setup.tasks import open_tasks
@@ -116,8 +116,8 @@ async def serve(config: ServerConfig) -> int:
         if plane is None:
             logger.info("stopped before it was ready")
             return 0
-        gc.collect()
-        gc.freeze()  # what lives as long as the process need not be walked by every collection
+        collecting = asyncio.create_task(collect_rarely(), name="garbage")
+        stack.callback(collecting.cancel)
         print(control_plane_ready(plane.client_address, plane.worker_address), flush=True)
         plane.audit.start()  # on standard output, lines follow the ready line
         logger.info("ready clients=%s workers=%s", plane.client_address, plane.worker_address)

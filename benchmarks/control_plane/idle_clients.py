@@ -28,6 +28,7 @@ import grpc
 import grpc.aio
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from motet.errors import error_from_rpc
 from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc, status_pb2, status_pb2_grpc
 
 from benchmarks.serving.checkpoints import make_base
@@ -35,7 +36,7 @@ from benchmarks.system import ROOT, System
 
 NUM_CONNECTIONS, STREAMS_PER_CONNECTION = 41, 100
 NUM_SILENT, NUM_UPLOADS, NUM_WATCHES = 41, 4, 1500
-PAUSE_S = 10.0  # what the server names for a refused watch
+PAUSE_S = 10.0  # where the server names none
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 HOG_VARIABLE = "MOTET_BENCH_HOG"  # its metadata, JSON
 Metadata = tuple[tuple[str, str], ...]
@@ -54,7 +55,7 @@ def make_keys(path: Path, *tenants: str) -> list[Metadata]:
 
 
 class Hostile:
-    """Holds what it can. Everything that the server ends is begun again after PAUSE_S."""
+    """Holds what it can. What the server ends is begun again after the time that the server names, or PAUSE_S."""
 
     def __init__(self, address: str, metadata: Metadata) -> None:
         self._address = address
@@ -94,11 +95,13 @@ class Hostile:
     def _again(self, what: str, call: Callable[[], Awaitable[object]]) -> None:
         async def repeat() -> None:
             while True:
+                pause_s = PAUSE_S
                 try:
                     await call()
                 except grpc.aio.AioRpcError as error:
                     self.ended[f"{what} {error.code().name}"] += 1
-                await asyncio.sleep(PAUSE_S)
+                    pause_s = error_from_rpc(error).retry_after_s or PAUSE_S
+                await asyncio.sleep(pause_s)
 
         self._tasks.append(asyncio.create_task(repeat()))
 

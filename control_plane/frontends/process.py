@@ -30,6 +30,7 @@ from control_plane.api.rpc.error_status import DETAILS_KEY, status_proto  # noqa
 from control_plane.api.rpc.frames import ACKNOWLEDGE_EVERY, COUNT, Call, Kind, Link, Status  # noqa: E402
 from control_plane.errors import SlowConsumer  # noqa: E402
 from control_plane.frontends.setup import FrontendSetup  # noqa: E402
+from control_plane.setup.garbage import collect_rarely  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class _Frontend(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
                 logger.error("front end cannot listen address=%s error=%s", setup.address, error)
                 return 1
             await server.start()
+            collecting = asyncio.create_task(collect_rarely(), name="garbage")
+            stack.callback(collecting.cancel)
             self.link.send(0, Kind.READY)
             grace_s = await self._grace_s
             await server.stop(grace_s)

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -42,6 +43,7 @@ from control_plane.errors import (
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 30.0
+TIMEOUT_SPREAD = 2.0  # the longest time that a client is given for its request, in times of the shortest
 WRITE_TIMEOUT_S = 30.0
 
 Limit = Callable[[], AwakeTimeout]  # how long a client may leave a message unread
@@ -57,10 +59,11 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
 
     `limits`: how many RPCs run at once. `write_timeout_s`: how long a client may leave a response unread that its flow
     control has no room for. `request_timeout_s`: how long the request of an RPC may take to arrive after its headers;
-    a stream of requests has the time limits of its handler. `identify` says who makes a call, before any of the call's
-    messages is read; what it raises refuses the call. By default everybody may do everything. `guard` is entered before
-    that, and may refuse the call, too, or end it later by cancelling its task and raising an error on the way out.
-    `on_refused` is called with every MotetError that ends a call.
+    each call gets up to TIMEOUT_SPREAD times that, by `rng`: thousands of idle calls that began together, and end in
+    the same moment, would hold up everybody's. A stream of requests has the time limits of its handler. `identify` says
+    who makes a call, before any of the call's messages is read; what it raises refuses the call. By default everybody
+    may do everything. `guard` is entered before that, and may refuse the call, too, or end it later by cancelling its
+    task and raising an error on the way out. `on_refused` is called with every MotetError that ends a call.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         identify: Identify | None = None,
         guard: Guard | None = None,
         on_refused: OnRefused | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._limits = limits
+        self._rng = rng or random.Random(0)
         self._on_refused = on_refused
         self._guard = guard or _no_guard
         self._identify = identify or Callers()
@@ -127,8 +132,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         return handle
 
     async def _request(self, parse: Callable[[bytes], Any] | None, context: Context) -> Any:
+        limit_s = self._request_timeout_s * self._rng.uniform(1, TIMEOUT_SPREAD)
         try:
-            async with AwakeTimeout(self._request_timeout_s, self._awake):
+            async with AwakeTimeout(limit_s, self._awake):
                 raw: Any = await context.read()
         except TimeoutError as error:
             raise DeadlineExceeded(

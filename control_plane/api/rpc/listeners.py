@@ -9,6 +9,7 @@ everybody alike, status and health included, without saying when to try again.
 from __future__ import annotations
 
 import errno
+import random
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -80,6 +81,7 @@ def client_interceptor(
     identify: Identify | None = None,
     guard: Guard | None = None,
     on_refused: OnRefused | None = None,
+    rng: random.Random | None = None,
 ) -> RpcInterceptor:
     """What every RPC of the clients' port goes through. The arguments but the first are those of RpcInterceptor."""
     return RpcInterceptor(
@@ -89,6 +91,7 @@ def client_interceptor(
         identify=identify,
         guard=guard,
         on_refused=on_refused,
+        rng=rng,
     )
 
 

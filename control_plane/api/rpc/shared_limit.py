@@ -7,12 +7,14 @@ the limit, only callers that hold less than their equal part are let in, so that
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from control_plane.errors import Exhausted
 
 RETRY_AFTER_S = 1.0
+RETRY_SPREAD = 1.5  # a client is given at most so many times the shortest wait
 
 
 @dataclass(slots=True)
@@ -33,12 +35,17 @@ class SharedLimit:
     most limit x H are held, H = 1 + 1/2 + ... + 1/k; p principals and c connections of each multiply it by theirs.
     """
 
-    def __init__(self, limit: int, what: str, *, retry_after_s: float = RETRY_AFTER_S) -> None:
-        """`what` names the things in messages, in the plural."""
+    def __init__(
+        self, limit: int, what: str, *, retry_after_s: float = RETRY_AFTER_S, rng: random.Random | None = None
+    ) -> None:
+        """`what` names the things in messages, in the plural. Each refusal names a wait of its own, from
+        `retry_after_s` up, so that callers who were refused together do not come back together.
+        """
         assert limit > 0
         self._limit = limit
         self._what = what
         self._retry_after_s = retry_after_s
+        self._rng = rng or random.Random(0)
         self._all = _Share()
 
     @property
@@ -57,7 +64,7 @@ class SharedLimit:
         if not self._has_room(holder):
             raise Exhausted(
                 f"at most {self._limit} {self._what} at once, and you hold your equal part of them; try again",
-                retry_after_s=self._retry_after_s,
+                retry_after_s=self._retry_after_s * self._rng.uniform(1, RETRY_SPREAD),
             )
         self._take(holder)
         try:

@@ -57,7 +57,7 @@ async def test_verifications_of_one_tenant_leave_room_for_others() -> None:
     names = [await verify("acme") for _ in range(MAX_VERIFICATIONS)]
     with pytest.raises(Exhausted, match=f"at most {MAX_VERIFICATIONS} verifications") as refused:
         await verify("acme")
-    assert refused.value.retry_after_s == 60.0
+    assert refused.value.retry_after_s == pytest.approx(75.0, abs=15.0)
     await verify("labs")
     operations.get(names[0].removeprefix("operations/")).cancel()  # before its first line
     verifier.gate.set()

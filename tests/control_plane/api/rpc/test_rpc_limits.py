@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -20,7 +21,9 @@ from control_plane.access.principal import ANYBODY, STRANGER, Principal, Role
 from control_plane.api.health import HealthService
 from control_plane.api.rpc import listeners
 from control_plane.api.rpc.callers import Callers
+from control_plane.api.rpc.interceptor import TIMEOUT_SPREAD
 from control_plane.api.rpc.rpc_limits import MAX_HEALTH_WATCHES, MAX_STRANGERS_WATCHES, RpcLimits
+from control_plane.api.rpc.shared_limit import RETRY_SPREAD, SharedLimit
 from control_plane.errors import Exhausted
 from tests.control_plane.api.fakes import details
 
@@ -106,6 +109,37 @@ async def test_call_without_a_message_ends_after_a_while_and_gives_its_place_bac
         assert await channel.unary_unary("/t.T/Wait")(b"", timeout=30) == b"done"
 
 
+async def test_idle_calls_that_began_together_do_not_end_together() -> None:
+    class Drawn(random.Random):
+        def uniform(self, a: float, b: float) -> float:
+            assert (a, b) == (1, TIMEOUT_SPREAD)
+            return next(factors)
+
+    factors = iter((1e9, 1e-9, 1e9))
+    async with Port(max_concurrent_rpcs=9, request_timeout_s=1.0, rng=Drawn()) as port:
+        channel = await port.open()
+        calls = [idle_call(channel) for _ in range(3)]
+        done, waiting = await asyncio.wait(
+            [asyncio.ensure_future(ended(call)) for call in calls], timeout=30, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert len(done) == 1 and len(waiting) == 2
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def test_callers_who_are_refused_together_are_given_times_of_their_own() -> None:
+    limit = SharedLimit(1, "things", retry_after_s=10.0)
+    times_s = []
+    with limit.place(("a",)):
+        for _ in range(100):
+            with pytest.raises(Exhausted) as caught, limit.place(("a",)):
+                pass
+            times_s.append(caught.value.retry_after_s)
+    assert len(set(times_s)) == 100
+    assert 10.0 <= min(times_s) < 10.5 and 14.5 < max(times_s) <= 10.0 * RETRY_SPREAD
+
+
 async def test_call_that_ends_without_a_message_is_refused() -> None:
     async with Port() as port:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -126,7 +160,7 @@ async def test_full_port_refuses_its_hog_with_a_time_and_serves_everybody_else()
         assert caught.value.code() == EXHAUSTED
         assert "at most 10 requests at once" in str(caught.value.details())
         [retry] = details(caught.value)[2]
-        assert retry.retry_delay.seconds == 1
+        assert retry.retry_delay.seconds == 1, "1 to 1.5 s"
         assert await status_of(hog) == await status_of(other) == "1"
         health: Any = health_pb2_grpc.HealthStub(hog)
         response = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
@@ -216,7 +250,7 @@ async def test_watches_of_strangers_shut_out_neither_their_probes_nor_watches_of
             await asyncio.wait_for(anext(watch), 30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(health.Watch(health_pb2.HealthCheckRequest(), timeout=30)))
-        assert caught.value.code() == EXHAUSTED and details(caught.value)[2][0].retry_delay.seconds == 10
+        assert caught.value.code() == EXHAUSTED and details(caught.value)[2][0].retry_delay.seconds in range(10, 15)
         response = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert response.status == health_pb2.HealthCheckResponse.SERVING
         known: Any = health_pb2_grpc.HealthStub(tenant)
@@ -235,7 +269,7 @@ async def test_watches_take_no_place_from_requests_and_are_limited_themselves() 
             await anext(aiter(health.Watch(health_pb2.HealthCheckRequest(), timeout=30)))
         assert caught.value.code() == EXHAUSTED
         [retry] = details(caught.value)[2]
-        assert retry.retry_delay.seconds == 10
+        assert retry.retry_delay.seconds in range(10, 15)
         port.release.set()
         assert await channel.unary_unary("/t.T/Wait")(b"", timeout=30) == b"done"
         assert await status_of(channel) == "1"
