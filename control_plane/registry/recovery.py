@@ -38,6 +38,7 @@ _FAR_S = 0.002  # an item of a local directory takes 0.1 ms, one of an object st
 _FAR_AT_ONCE, _FAR_SIZE = 32, 16
 _NEAR_AT_ONCE, _NEAR_SIZE = 1, 1024  # two threads would take turns at the interpreter, and be slower
 _MANY = 10_000  # records
+_GONE = "its document is gone"  # of a version
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
@@ -85,10 +86,12 @@ async def _recover(store: ArtifactStore, calls: StoreCalls, known: KnownDocument
     for adapter_id, found in stored.items():
         if isinstance(found, StoredRecord) and found.record.state is AdapterState.DELETING:
             await calls.change(partial(store.delete_record, adapter_id, expected=_is_old))
-    records = await _whole_records(store, calls, known, stored)
+    records, is_all_read = await _whole_records(store, calls, known, stored)
     for adapter_id in sorted(set(names.versions) - set(names.records) - set(names.deleting)):
         await calls.change(store.delete_versions, adapter_id)
-    return Recovered(records, await _blobs_in_order(store, calls, names, records))
+    blobs = await _blobs_in_order(store, calls, names, records, is_all_read=is_all_read)
+    await calls.change(store.format.mark)
+    return Recovered(records, blobs)
 
 
 def unreadable(adapter_id: str, reason: str) -> AdapterRecord:
@@ -111,8 +114,9 @@ def unreadable(adapter_id: str, reason: str) -> AdapterRecord:
 def _read_record(store: ArtifactStore, known: KnownDocuments, adapter_id: str) -> StoredRecord | str:
     """The record, or why it cannot be read."""
     try:
-        document, tag = store.read_record(adapter_id, known.record_tag(adapter_id))
-        if not document:
+        known_tag = known.record_tag(adapter_id)
+        document, tag = store.read_record(adapter_id, known_tag)
+        if tag == known_tag:
             return known.record(adapter_id)
         stored = decode_record(document)
         if stored.record.adapter_id != adapter_id:
@@ -130,8 +134,11 @@ def _read_record(store: ArtifactStore, known: KnownDocuments, adapter_id: str) -
 
 async def _whole_records(
     store: ArtifactStore, calls: StoreCalls, known: KnownDocuments, stored: Mapping[str, StoredRecord | str]
-) -> list[AdapterRecord]:
-    """The records with their versions; those that hold the versions themselves are written in the present format."""
+) -> tuple[list[AdapterRecord], bool]:
+    """The records with their versions, and whether all of them could be read.
+
+    Records that hold the versions themselves are written in the present format.
+    """
     wanted = [
         (adapter_id, digest)
         for adapter_id, found in stored.items()
@@ -139,9 +146,10 @@ async def _whole_records(
         for digest in found.digests
     ]
     documents = await _each(calls, partial(_read_version, store, known), wanted)
-    records = []
+    records, is_all_read = [], True
     for adapter_id, found in stored.items():
         if isinstance(found, str):
+            is_all_read = False
             logger.error("adapter record unreadable adapter_id=%s reason=%s", adapter_id, found)
             records.append(unreadable(adapter_id, found))
         elif found.record.state is AdapterState.DELETING:
@@ -156,21 +164,24 @@ async def _whole_records(
                     case AdapterVersion() as version:
                         versions[digest] = version
                     case reason:
-                        # A version that was deleted, if the record could not be written after that.
+                        # Gone: a version that was deleted, if the record could not be written after that.
+                        if reason != _GONE or digest == found.record.active_digest:
+                            is_all_read = False
                         logger.warning("version left out adapter_id=%s digest=%s: %s", adapter_id, digest, reason)
             records.append(with_versions(found, versions))
-    return records
+    return records, is_all_read
 
 
 def _read_version(store: ArtifactStore, known: KnownDocuments, name: tuple[str, str]) -> AdapterVersion | str:
     """The version, or why it cannot be read."""
     try:
-        document, tag = store.read_version(*name, known.version_tag(name))
-        if not document:
+        known_tag = known.version_tag(name)
+        document, tag = store.read_version(*name, known_tag)
+        if tag == known_tag:
             return known.version(name)
         version = decode_version(document)
     except FileNotFoundError:
-        return "its document is gone"
+        return _GONE
     except ValueError as error:
         return str(error)
     if version.digest != name[1]:
@@ -196,14 +207,13 @@ def _is_old(document: bytes | None) -> bool:
 
 
 async def _blobs_in_order(
-    store: ArtifactStore, calls: StoreCalls, names: StoredNames, records: list[AdapterRecord]
+    store: ArtifactStore, calls: StoreCalls, names: StoredNames, records: list[AdapterRecord], *, is_all_read: bool
 ) -> frozenset[str]:
     named = {version.digest for record in records for version in record.versions}
-    is_any_unreadable = any(record.active_version is None and bool(record.active_digest) for record in records)
     whole = await _each(calls, store.has_blob, names.blobs)
     complete = set()
     for digest, is_complete in whole.items():
-        if is_complete and (digest in named or is_any_unreadable):
+        if is_complete and (digest in named or not is_all_read):
             complete.add(digest)
         elif await calls.read(store.may_be_written, digest):
             logger.info("stray blob may be in use, left for a later start digest=%s", digest)

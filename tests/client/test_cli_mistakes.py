@@ -153,7 +153,7 @@ def test_command_line_without_a_command_says_which_there_are(capsys: Capture) ->
         main([])
     assert caught.value.code == exits.USAGE
     names = "generate, embed, classify, tokenize, detokenize, model, adapters, status, audit, keys, convert, config, "
-    names += "doctor, up, control-plane, worker, gateway"
+    names += "doctor, store, up, control-plane, worker, gateway"
     assert capsys.readouterr().err == f"motet: no command; give one of {names}; see motet --help\n"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from motet.cli import adapters, audit, convert, exits, generate, keys, server_parts, status, up
 from motet.cli.context import Subparsers, server_option
-from motet.cli.local import completion, config, doctor
+from motet.cli.local import completion, config, doctor, store
 from motet.command_line import Parser
 from motet.errors import MotetError
 from motet.model import commands as model
@@ -29,6 +29,7 @@ _CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
     "convert": convert.add_parser,
     "config": config.add_parser,
     "doctor": doctor.add_parser,
+    "store": store.add_parser,
 }
 # Their command lines belong to the server parts, so they are handed over unread.
 _HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {

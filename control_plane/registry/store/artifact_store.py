@@ -6,6 +6,7 @@
     adapters/{id}.json                     records; the registry defines their content
     versions/{id}/{digest}.json            one document per version; those that no record names do not count
     incarnation.json                       counts the times that the store was opened
+    format.json                            how all of this is laid out; a store without it is from before there was one
     lock, leases/                          keep other control planes out
 
 A document is replaced only in the state that the caller read: see documents.py. Every call blocks (see store_calls)
@@ -40,6 +41,7 @@ from control_plane.registry.store.store import (
     delete_below,
     replace,
 )
+from control_plane.registry.store.store_format import StoreFormat
 from control_plane.registry.store.store_lease import LEASE_S, LeaseLost
 
 logger = logging.getLogger(__name__)
@@ -84,12 +86,18 @@ class ArtifactStore:
         self.is_sole = self._store.fence.is_sole  # no other process can write while this one has the store open
         self._clock = clock  # wall clock, seconds
         self._claims = BlobClaims(self._store, clock)
+        self.format = StoreFormat(self._store)
 
     def acquire(self) -> int:
-        """Lock the store and return its incarnation, one more than ever before. What fails leaves it unlocked."""
+        """Lock the store and return its incarnation, one more than ever before. What fails leaves it unlocked.
+
+        Raises WrongStoreFormat, before anything is changed.
+        """
         with _reading("open"):
             self._store.fence.lock()
         try:
+            with _reading("open"):
+                self.format.check()
             return self._next_incarnation()
         except BaseException:
             self._store.fence.close()
@@ -99,8 +107,8 @@ class ArtifactStore:
         """Give the lock back."""
         self._store.fence.close()
 
-    def list_names(self) -> StoredNames:
-        """What there is. Leftovers of writes that an earlier version broke off are removed on the way."""
+    def list_names(self, *, cleans: bool = True) -> StoredNames:
+        """What there is. With `cleans`, leftovers of writes that an earlier version broke off are removed."""
         records, deleting = [], []
         with _reading("list"):
             for name in self._store.names("adapters"):
@@ -111,12 +119,14 @@ class ArtifactStore:
                 elif is_id and dot + suffix == _DELETING_SUFFIX:
                     deleting.append(stem)
                 elif name.endswith(_TEMP_SUFFIX):
-                    self._store.delete(f"adapters/{name}")
+                    if cleans:
+                        self._store.delete(f"adapters/{name}")
                 else:
                     logger.warning("file in the store is not a record, left alone name=%r", name)
             # A rename that broke off in a remote store left both: the deletion had not begun.
             for adapter_id in set(records) & set(deleting):
-                self._store.delete(_deleting(adapter_id))
+                if cleans:
+                    self._store.delete(_deleting(adapter_id))
                 deleting.remove(adapter_id)
             return StoredNames(
                 tuple(records),
