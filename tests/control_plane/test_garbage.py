@@ -43,7 +43,7 @@ async def test_only_due_collections_are_full_and_pythons_own_come_back_afterward
     found = asyncio.Event()
 
     class AlwaysDue(FullCollections):
-        due_in_s = 0.0  # type: ignore[assignment]
+        due_in_s = 0.0
 
     num_collected = 0
 

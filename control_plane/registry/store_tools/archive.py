@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from contract.ids import is_adapter_id, is_digest
 from control_plane.registry.store.artifact_store import ArtifactStore
@@ -124,7 +124,7 @@ class _Writer:
     def add_stream(self, name: str, size_bytes: int, content: io.BufferedIOBase | BinaryIO) -> None:
         member = tarfile.TarInfo(name)
         member.size = size_bytes
-        self._tar.addfile(member, content)  # type: ignore[arg-type]  # only read() is used
+        self._tar.addfile(member, content)
         self.num_members += 1
 
 
@@ -207,7 +207,7 @@ class _Reader:
             raise WrongArchive(f"{name} has {self._size_bytes} bytes; a document has at most {_MAX_DOCUMENT_BYTES}")
         return self.content.read()
 
-    def copy(self, name: str, file: StoredFile, target: BinaryIO) -> None:
+    def copy(self, name: str, file: StoredFile, target: IO[bytes]) -> None:
         """Copy the present member. Raises WrongArchive unless it is that file."""
         found = hashlib.sha256()
         while data := self.content.read(_COPY_BYTES):
