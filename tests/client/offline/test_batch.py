@@ -101,6 +101,8 @@ def test_the_end_of_the_server_ends_the_batch(loop: LoopThread) -> None:
 
 def test_an_interrupt_of_the_caller_cancels_what_is_under_way(loop: LoopThread) -> None:
     cancelled = []
+    # A shell that runs the tests in the background has the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     async def send(item: int) -> None:
         if item == 1:
@@ -110,6 +112,9 @@ def test_an_interrupt_of_the_caller_cancels_what_is_under_way(loop: LoopThread) 
         finally:
             cancelled.append(item)
 
-    with pytest.raises(KeyboardInterrupt):
-        loop.run(all_of(send))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(all_of(send))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert sorted(cancelled) == [0, 1]
