@@ -244,3 +244,36 @@ def test_control_plane_terminated_politely_lets_streams_finish(system: System) -
     wait_until(lambda: client.status().queues.num_accepted == 24, "every stream is accepted")
     assert system.control_plane.stop(40.0) == 0
     streams.check(fingerprint)
+
+
+def test_a_rolling_upgrade_of_workers_and_control_plane_fails_no_stream(model_dir: Path, tmp_path: Path) -> None:
+    """Each process is ended politely while streams run, and its successor is another process.
+
+    The control plane lets streams finish for a second only: the SDK goes on with the others at the successor.
+    """
+    with System(model_dir, tmp_path, control_flags=["--drain-timeout-s", "1"]) as system:
+        client = system.client()
+        for index in range(NUM_ADAPTERS):
+            directory = make_adapter(tmp_path / f"a{index}", model_dir, rank=4, alpha=8, targets=["q_proj"], seed=index)
+            client.adapters.register(f"a{index}", directory)
+        fingerprint = client.status().model.fingerprint
+        for worker_id in ("w0", "w1"):
+            system.start_hash_worker(worker_id, WORKER_FLAGS)
+        waves = []
+        for worker_id in ("w0", "w1"):
+            waves.append(Streams(client, num_requests=12, num_tokens=400))
+            system.start_hash_worker(f"{worker_id}-new", WORKER_FLAGS)
+            wait_for_traffic(client)
+            assert system.workers[worker_id].stop(40.0) == 0
+        assert sorted(worker.worker_id for worker in client.status().workers) == ["w0-new", "w1-new"]
+        assert client.status().queues.num_migrated > 0, "requests that ran on a worker that left went on elsewhere"
+        waves.append(Streams(client, num_requests=12, num_tokens=450))
+        wait_for_traffic(client)
+        former = system.control_plane.pid
+        assert system.control_plane.stop(40.0) == 0
+        system.start_control_plane()
+        assert system.control_plane.pid != former
+        waves.append(Streams(client, num_requests=12, num_tokens=60))
+        for wave in waves:
+            wave.check(fingerprint)
+        wait_until(lambda: len(client.status().workers) == 2 and is_idle(client.status()), "both are back and idle")
