@@ -6,4 +6,11 @@ Imports nothing of Motet but the stubs of the public protos, and no torch. Every
 the SDK, which is installed alone.
 """
 
-PROTOCOL = 3  # version of the plan stream; control plane and worker must have the same
+PROTOCOL = 3  # version of the plan stream that this release speaks best
+OLDEST_PROTOCOL = 3  # the oldest one that it still speaks: that of the release before, once there is one
+
+
+def common_protocol(lowest: int, highest: int) -> int | None:
+    """The newest version that both ends speak, by the other's range; None: there is none."""
+    newest = min(PROTOCOL, highest)
+    return newest if newest >= max(OLDEST_PROTOCOL, lowest) else None

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from contract import PROTOCOL
+from contract import OLDEST_PROTOCOL, PROTOCOL
 from contract import sampling as sampling_params
 from contract.v1 import plan_pb2
 from data_plane.errors import PlanRefused
@@ -112,7 +112,7 @@ def encode_hello(capacities: Capacities, worker_id: str, last_epoch: int = 0) ->
     """The first message of a session; `last_epoch` is that of the session before, 0 where there is none."""
     return plan_pb2.AttachRequest(
         hello=plan_pb2.Hello(
-            protocol_min=PROTOCOL,
+            protocol_min=OLDEST_PROTOCOL,
             protocol_max=PROTOCOL,
             worker_id=worker_id,
             model_fingerprint=capacities.model_fingerprint,

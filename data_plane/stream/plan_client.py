@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 import grpc
 from motet.tls import TlsError, TlsFiles, handshake_error
 
-from contract import PROTOCOL
+from contract import OLDEST_PROTOCOL, PROTOCOL
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.config import TLS_FLAGS
 from data_plane.errors import SelfCheckFailed
@@ -272,8 +272,11 @@ class PlanClient:
         if message.WhichOneof("message") != "welcome":
             return Ended(f"the first message is {message.WhichOneof('message')}, not a welcome")
         welcome = message.welcome
-        if welcome.protocol != PROTOCOL:
-            return Ended(f"the control plane speaks protocol {welcome.protocol}, this worker {PROTOCOL}")
+        if not OLDEST_PROTOCOL <= welcome.protocol <= PROTOCOL:
+            return Ended(
+                f"the control plane chose protocol {welcome.protocol}, and this worker speaks "
+                f"{OLDEST_PROTOCOL} to {PROTOCOL}"
+            )
         if welcome.epoch <= self._last_epoch:
             return Ended(
                 f"epoch {welcome.epoch} is not above {self._last_epoch}, which this worker served already: an older "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from contract import PROTOCOL
+from contract import OLDEST_PROTOCOL, PROTOCOL, common_protocol
 from contract.hello_bounds import (
     MAX_BLOCK_SIZE,
     MAX_BLOCKS,
@@ -58,10 +58,10 @@ class BaseModelLike(Protocol):
 def check_hello(hello: plan_pb2.Hello, base_model: BaseModelLike) -> None:
     """Raise InvalidRequest or BaseModelMismatch, with every value that is wrong, if the worker may not attach."""
     violations = []
-    if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
+    if common_protocol(hello.protocol_min, hello.protocol_max) is None:
         raise BaseModelMismatch(
-            f"the worker speaks protocol {hello.protocol_min} to {hello.protocol_max}, the control plane {PROTOCOL}; "
-            "run both from the same version"
+            f"the worker speaks protocol {hello.protocol_min} to {hello.protocol_max}, the control plane "
+            f"{OLDEST_PROTOCOL} to {PROTOCOL}; run both from the same version, or from neighbouring releases"
         )
     if not is_worker_id(hello.worker_id):
         violations.append(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from motet.v1.status import WorkerStatus
 
-from contract import PROTOCOL
+from contract import common_protocol
 from contract.process_log import printable
 from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
@@ -107,10 +107,12 @@ class WorkerSession:
         self._resident_bytes = 0
         self._sent_constraints = SentConstraints()
         self._loads = AdapterLoads(self.worker_id, self._work, owner.on_load)
+        protocol = common_protocol(hello.protocol_min, hello.protocol_max)
+        assert protocol is not None, "check_hello comes first"
         self.outbox.send(
             plan_pb2.AttachResponse(
                 welcome=plan_pb2.Welcome(
-                    protocol=PROTOCOL,
+                    protocol=protocol,
                     epoch=epoch,
                     heartbeat_interval_ms=settings.heartbeat_interval_ms,
                     dead_after_ms=settings.dead_after_ms,

@@ -9,6 +9,7 @@ import tracemalloc
 import grpc
 import pytest
 
+import contract
 from contract import PROTOCOL
 from contract.v1 import plan_pb2
 from control_plane.errors import (
@@ -128,6 +129,18 @@ async def test_worker_that_does_not_match_is_refused(clock: FakeClock, field: st
     with pytest.raises(MotetError, match=match):
         fleet.attach(hello)
     assert fleet.num_workers == 0
+
+
+async def test_a_worker_of_the_release_before_gets_its_own_version(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "PROTOCOL", PROTOCOL + 1)
+    fleet = make_fleet(clock)
+    hello = encode_hello(CAPACITIES, "w0").hello
+    assert hello.protocol_max == PROTOCOL
+    session = fleet.attach(hello)
+    [welcome] = [message.welcome for message in session.outbox.take() if message.WhichOneof("message") == "welcome"]
+    assert welcome.protocol == PROTOCOL
 
 
 async def test_a_session_takes_no_memory_for_what_its_worker_only_claims(clock: FakeClock) -> None:
