@@ -27,7 +27,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format dist check-deploy check-clients manifests sdk-reference adapter-fields check gpu-check soak faults kills churn mutate clean
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format dist check-deploy check-clients check-monitoring manifests monitoring sdk-reference adapter-fields check gpu-check soak faults kills churn mutate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -156,6 +156,12 @@ check-deploy: $(DEPLOY_VENV)/.stamp  ## check images, manifests, chart and units
 
 check-clients: setup  ## other people's clients of OpenAI's API against a gateway, each in an environment of its own; needs npm
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.clients.check --environments $(CLIENTS_VENVS)
+
+check-monitoring: setup  ## every query of the dashboards and alerts on a live system; needs prometheus
+	OMP_NUM_THREADS=1 $(PY) -m deploy.monitoring.check
+
+monitoring: setup  ## write the dashboards and rules in deploy/monitoring/ anew
+	$(PY) -m deploy.monitoring.generate
 
 manifests: $(DEPLOY_VENV)/.stamp  ## render deploy/kubernetes/motet.yaml from the chart
 	PATH="$(abspath $(DEPLOY_VENV))/bin:$$PATH" PYTHONPATH= $(DEPLOY_VENV)/bin/python deploy/check.py --write

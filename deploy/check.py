@@ -1,8 +1,8 @@
 """Checks everything in deploy/ without a cluster, a daemon or the network: `make check-deploy`.
 
 Uses hadolint, check-jsonschema and kubernetes-validate from PATH, helm and kubectl from a wheel that carries both, and
-systemd-analyze where the machine has it. Prints one line for each check; the exit status is 1 if one failed.
-`--write` renders deploy/kubernetes/motet.yaml again first: `make manifests`.
+systemd-analyze and promtool where the machine has them. Prints one line for each check; the exit status is 1 if one
+failed. `--write` renders deploy/kubernetes/motet.yaml again first: `make manifests`.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def main() -> int:
         _check_images(checks)
         _check_kubernetes(checks, tools)
         _check_units(checks)
+        _check_rules(checks)
     return 1 if checks.num_failed else 0
 
 
@@ -147,6 +148,15 @@ def _check_units(checks: Checks) -> None:
             f"{unit.name}: exposure at most 4.5",
             ["systemd-analyze", "security", "--offline=true", "--threshold=45", unit],
         )
+
+
+def _check_rules(checks: Checks) -> None:
+    if shutil.which("promtool") is None:
+        print("left out: rules of Prometheus, since promtool is not here")
+        return
+    for kind in ("check", "test"):
+        file = DEPLOY / "monitoring" / ("alerts.yml" if kind == "check" else "alerts_test.yml")
+        checks.run(f"{file.name}: promtool {kind} rules", ["promtool", kind, "rules", file])
 
 
 if __name__ == "__main__":
