@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from deploy.monitoring.queries import ALERTS, DASHBOARDS, Alert, Dashboard, Panel
 
 FOLDER = Path(__file__).resolve().parent
-_RUNBOOK = "docs/observability.md#what-to-look-at"
+_RUNBOOK = "docs/observability.md#runbook"
 _WIDTH, _HEIGHT, _COLUMNS = 12, 8, 2  # of a panel, in Grafana's grid of 24 columns
 
 

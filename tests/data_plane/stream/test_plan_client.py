@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -17,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 
-from contract import OLDEST_PROTOCOL, PROTOCOL
+from contract import PROTOCOL
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.config import WorkerConfig
 from data_plane.errors import AdapterMismatch, SelfCheckFailed
@@ -189,27 +188,6 @@ async def test_a_plan_of_another_epoch_is_a_fault_and_the_next_session_starts_em
         await peer.receive("step_result")
 
     await play(first, second)
-
-
-async def test_a_control_plane_that_chooses_a_version_this_worker_does_not_speak_is_left(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-
-    async def too_new(peer: Peer) -> None:
-        await peer.welcome(9, protocol=PROTOCOL + 1)
-        with contextlib.suppress(asyncio.CancelledError):  # the worker may be gone before the plan is written
-            await peer.send(step_plan=plan(1, 9, **one_row()))
-
-    async def right(peer: Peer) -> None:
-        hello = await peer.welcome(10)
-        assert (hello.protocol_min, hello.protocol_max) == (OLDEST_PROTOCOL, PROTOCOL)
-        await peer.receive("heartbeat")
-
-    worker = await play(too_new, right)
-    assert worker.client.num_sessions == 1
-    text = f"the control plane chose protocol {PROTOCOL + 1}, and this worker speaks {OLDEST_PROTOCOL} to {PROTOCOL}"
-    assert text in caplog.text
 
 
 async def test_an_older_control_plane_is_not_followed() -> None:
