@@ -276,4 +276,5 @@ def test_a_rolling_upgrade_of_workers_and_control_plane_fails_no_stream(model_di
         waves.append(Streams(client, num_requests=12, num_tokens=60))
         for wave in waves:
             wave.check(fingerprint)
+        assert client.status().queues.num_accepted > 12, "beside the last wave, streams that the former one broke off"
         wait_until(lambda: len(client.status().workers) == 2 and is_idle(client.status()), "both are back and idle")
