@@ -70,6 +70,7 @@ class Supervisor:
         self._clock = clock
         self._children: dict[int, asyncio.subprocess.Process] = {}  # that run, by index
         self._stopping = asyncio.Event()
+        self._order: signal.Signals | None = None  # the last one to all processes, for one that is being started
         self._was_in_order = True
 
     async def run(self) -> int:
@@ -83,8 +84,7 @@ class Supervisor:
             try:
                 await asyncio.wait({stop, *keepers}, return_when=asyncio.FIRST_COMPLETED)
                 failed = [keeper for keeper in keepers if keeper.done()]
-                await self._stop()
-                await asyncio.gather(*keepers, return_exceptions=True)
+                await self._stop(keepers)
                 for keeper in failed:
                     keeper.result()
             except NotStarted:
@@ -140,6 +140,8 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C reaches this process only, which stops the others in order
         )
         self._children[index] = child
+        if self._order is not None:  # it came while this process was being started
+            self._send(self._order)
         try:
             assert child.stdin is not None and child.stdout is not None, "started with pipes"
             place = Place(index, self._config.http.processes, self._directory)
@@ -156,26 +158,25 @@ class Supervisor:
         finally:
             del self._children[index]
 
-    async def _stop(self) -> None:
+    async def _stop(self, keepers: list[asyncio.Task[None]]) -> None:
         """Let every process drain. One that does not end in time is killed."""
         self._stopping.set()
-        waiting = [asyncio.create_task(child.wait()) for child in self._children.values()]
-        for child in list(self._children.values()):
-            with contextlib.suppress(ProcessLookupError):
-                child.terminate()
-        if waiting:
-            await asyncio.wait(waiting, timeout=self._config.http.drain_timeout_s + STOP_MARGIN_S)
-        self._kill()
+        self._send(signal.SIGTERM)
+        await asyncio.wait(keepers, timeout=self._config.http.drain_timeout_s + STOP_MARGIN_S)
+        self._send(signal.SIGKILL)
+        await asyncio.gather(*keepers, return_exceptions=True)
 
-    def _kill(self) -> None:
-        for child in list(self._children.values()):
+    def _send(self, order: signal.Signals) -> None:
+        """To the processes that run now, and to those that are being started as soon as they run."""
+        self._order = order
+        for child in self._children.values():
             with contextlib.suppress(ProcessLookupError):
-                child.kill()
+                child.send_signal(order)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         """Stop in order. Ctrl-C behind that stops at once."""
         if self._stopping.is_set() and signum == signal.SIGINT:
-            self._kill()
+            self._send(signal.SIGKILL)
         self._stopping.set()
 
     @contextlib.contextmanager

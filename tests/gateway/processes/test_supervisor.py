@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,4 +83,22 @@ async def test_a_process_that_does_not_drain_is_killed_and_the_status_says_so(
     stubborn = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     rig = Rig(tmp_path, f"{stubborn}; {ENDS}; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", 10)
     assert await rig.run() == 1
+    assert rig.pauses == []
+
+
+async def test_a_signal_that_comes_while_a_process_is_being_started_stops_that_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def start_beside_a_signal(*arguments: str, **settings: Any) -> asyncio.subprocess.Process:
+        child = await start(*arguments, **settings)
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(20):  # turns of the loop, in which the signal is handled
+            await asyncio.sleep(0)
+        return child
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_beside_a_signal)
+    rig = Rig(tmp_path, f"{ENDS}; import time; time.sleep(600)", 10)
+    assert await rig.run() == 1  # that process knew nothing of signals yet
     assert rig.pauses == []
