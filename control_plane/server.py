@@ -158,15 +158,15 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     base_model = await _read_base_model(config)
     codec, base_model = await start_codec(config, base_model, stack)
     reports = await _open_reports(config, base_model, stack)
-    fleet_settings = config.fleet_settings()
-    tenants = fleet_settings.tenants
-    registry, weights, task_cache = await open_storage(config, base_model, reports, tenants, stack)
+    settings = config.fleet_settings()
+    registry, weights, task_cache = await open_storage(config, base_model, reports, settings.tenants, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher(on_read=audit.file_read)
     transport, authenticator = _open(open_transport, config, watcher), await _authenticator(config, watcher, stack)
     metrics = ControlPlaneMetrics(config.metrics_listen, open_tracing(config.otlp_traces_endpoint, stack))
     clients, workers = _make_ports(config, max_connections, authenticator, transport, metrics, audit, stack)
-    fleet = Fleet(assemble(fleet_settings, base_model, weights, registry.incarnation, audit=audit))
+    constraints, vocabulary = await open_constraints(codec, base_model, stack)
+    fleet = Fleet(assemble(settings, base_model, weights, registry.incarnation, audit=audit, vocabulary=vocabulary))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
     life_cycle = AdapterLifeCycle(
@@ -177,7 +177,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         audit=audit,
         signatures=_open(open_verifier, config, watcher),
         has_task=task_cache.has_digest,
-        max_pinned_bytes=lambda tenant: tenants.limits_of(tenant).max_pinned_bytes,
+        max_pinned_bytes=lambda tenant: settings.tenants.limits_of(tenant).max_pinned_bytes,
     )
     gate, uploads = DrainGate(), UploadReceiver(uploads_in(config), max_adapter_bytes=config.max_adapter_bytes)
     adapter_service = adapters.AdapterService(
@@ -191,7 +191,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         audit=audit,
     )
     facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint)
-    texts, constraints = adapter_texts(codec, weights, stack), open_constraints(stack)
+    texts = adapter_texts(codec, weights, stack)
     parts: Any = {"texts": texts, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
     parts |= {"observers": metrics.requests, "model": facts, "served": reports}
     tasks = open_tasks(config, task_cache, life_cycle, fleet, reports, base_model, uploads, audit)

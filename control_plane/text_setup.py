@@ -15,6 +15,7 @@ from control_plane.config import ServerConfig
 from control_plane.constraints.compiler import ConstraintCompiler
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.base_model import BaseModel
+from control_plane.scheduler.types import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,11 @@ def adapter_texts(codec: TextCodec, weights: AdapterWeights, stack: contextlib.A
     return texts
 
 
-def open_constraints(stack: contextlib.AsyncExitStack) -> Constraints:
-    """What checks the constraints of requests."""
+async def open_constraints(
+    codec: TextCodec, base_model: BaseModel, stack: contextlib.AsyncExitStack
+) -> tuple[Constraints, Vocabulary | None]:
+    """What checks the constraints of requests, and what those of the base model are over; None: all are refused."""
     compiler = ConstraintCompiler()
     stack.push_async_callback(compiler.close)
-    return Constraints(compiler)
+    constraints = Constraints(compiler)
+    return constraints, await constraints.vocabulary_of(codec, base_model.eos_token_ids, base_model.vocab_size)

@@ -262,5 +262,11 @@ class Engine(Protocol):
         that is not the slot's included. The session ends then: nothing is guessed.
         """
 
+    def read_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Read the tokenizer of a vocabulary that rows will name, so that no step reads it. Survives `reset`.
+
+        A tokenizer that cannot be read fails the rows that name it, each by itself.
+        """
+
     def reset(self) -> None:
         """Forget all rows, slots and KV: a new session begins."""

@@ -88,6 +88,7 @@ class TimedEngine:
         self.capacities = engine.capacities
         self.slots: AdapterSlots = TimedSlots(engine.slots, journal)
         self.reset = engine.reset
+        self.read_vocabulary = engine.read_vocabulary
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """See Engine."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from contract.v1 import plan_pb2
-from control_plane.scheduler.types import NewRow
+from control_plane.scheduler.types import NewRow, Vocabulary
 
 MAX_GRAMMARS = 256  # that a worker keeps, and those of the rows that begin in one plan
 MAX_VOCABULARIES = 8  # likewise
@@ -21,25 +21,30 @@ class SentConstraints:
         self._grammars: OrderedDict[str, None] = OrderedDict()  # last used last
         self._vocabularies: OrderedDict[str, None] = OrderedDict()
 
+    def messages_for_vocabulary(self, vocabulary: Vocabulary) -> list[plan_pb2.AttachResponse]:
+        """What to send before anything names this vocabulary; nothing where the worker has it."""
+        is_new = vocabulary.digest not in self._vocabularies
+        self._vocabularies[vocabulary.digest] = None
+        self._vocabularies.move_to_end(vocabulary.digest)
+        if not is_new:
+            return []
+        message = plan_pb2.PutVocabulary(
+            digest=vocabulary.digest,
+            tokenizer=vocabulary.tokenizer,
+            num_tokens=vocabulary.num_tokens,
+            end_token_ids=np.array(vocabulary.end_token_ids, dtype="<i4").tobytes(),
+        )
+        return [plan_pb2.AttachResponse(put_vocabulary=message)]
+
     def messages_for(self, new_rows: Iterable[NewRow]) -> list[plan_pb2.AttachResponse]:
         """What to send before the plan in which these rows begin."""
         constraints = [row.constraint for row in new_rows if row.constraint is not None]
         if not constraints:
             return []
-        messages = []
+        messages: list[plan_pb2.AttachResponse] = []
         for constraint in constraints:
             vocabulary = constraint.vocabulary
-            if vocabulary.digest not in self._vocabularies:
-                messages.append(
-                    plan_pb2.AttachResponse(
-                        put_vocabulary=plan_pb2.PutVocabulary(
-                            digest=vocabulary.digest,
-                            tokenizer=vocabulary.tokenizer,
-                            num_tokens=vocabulary.num_tokens,
-                            end_token_ids=np.array(vocabulary.end_token_ids, dtype="<i4").tobytes(),
-                        )
-                    )
-                )
+            messages += self.messages_for_vocabulary(vocabulary)
             if constraint.digest not in self._grammars:
                 messages.append(
                     plan_pb2.AttachResponse(
@@ -48,9 +53,7 @@ class SentConstraints:
                         )
                     )
                 )
-            self._vocabularies[vocabulary.digest] = None
             self._grammars[constraint.digest] = None
-            self._vocabularies.move_to_end(vocabulary.digest)
             self._grammars.move_to_end(constraint.digest)
         forgotten = _cut(self._grammars, MAX_GRAMMARS, {each.digest for each in constraints})
         forgotten += _cut(self._vocabularies, MAX_VOCABULARIES, {each.vocabulary.digest for each in constraints})

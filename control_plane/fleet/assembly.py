@@ -28,6 +28,7 @@ from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.slow_readers import SlowReaders
 from control_plane.fleet.workers.sessions import SessionTable
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.types import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +62,12 @@ def assemble(
     incarnation: int,
     clock: Callable[[], float] = time.monotonic,
     audit: AuditLog | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> FleetParts:
     """The parts of a new fleet. Call it inside a running event loop.
 
     `incarnation` is the control plane's and counts up at every start. `audit` has a line for each worker that comes,
-    goes or is refused.
+    goes or is refused. `vocabulary` is what constraints of the base model are over: each session begins with it.
     """
     awake = AwakeClock(clock)  # for everything that is judged by silence
     quotas = TenantQuotas(settings.tenants, clock)
@@ -100,6 +102,7 @@ def assemble(
         clock=clock,
         awake=awake,
         audit=audit or AuditLog(),
+        vocabulary=vocabulary,
     )
     return FleetParts(
         settings=settings,

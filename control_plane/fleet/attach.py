@@ -26,7 +26,7 @@ from control_plane.fleet.workers.session import WorkerSession
 from control_plane.fleet.workers.sessions import SessionTable
 from control_plane.registry.model.served_modules import WorkerReport
 from control_plane.scheduler.fairness import VirtualCounters
-from control_plane.scheduler.types import Outputs
+from control_plane.scheduler.types import Outputs, Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class AttachedWorkers:
         clock: Callable[[], float],
         awake: AwakeClock,
         audit: AuditLog,
+        vocabulary: Vocabulary | None,
     ) -> None:
         self._settings = settings
         self._gate = gate
@@ -69,6 +70,7 @@ class AttachedWorkers:
         self._attached_by: dict[int, Caller] = {}  # epoch -> who opened the session
         self._cache_warmer = CacheWarmer(weights)
         self._pinned: set[str] = set()  # digests
+        self._vocabulary = vocabulary  # that every session begins with
         self._no_worker_since_s = awake()  # valid while no worker is attached
         self._is_closed = False
         self._when_changed: list[Callable[[], None]] = []
@@ -103,6 +105,8 @@ class AttachedWorkers:
             self._counters,
             refusal,
         )
+        if self._vocabulary is not None:
+            session.send_vocabulary(self._vocabulary)
         session.set_pinned(self._pinned)
         self._sessions.open(session)
         logger.info("worker attached worker_id=%s epoch=%d", session.worker_id, epoch)

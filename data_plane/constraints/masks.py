@@ -19,7 +19,7 @@ import torch
 
 from data_plane.constraints.matchers import ConstraintFailed, Matchers
 from data_plane.errors import PlanRefused
-from data_plane.plan import Int32Array, NewRow
+from data_plane.plan import Int32Array, NewRow, Vocabulary
 from kernels.devices import upload
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,10 @@ class ConstraintRows:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def read(self, vocabulary: Vocabulary) -> None:
+        """Read a vocabulary now: between two steps, so that no step waits for it."""
+        self._submit(lambda: self._matchers.read(vocabulary)).result()
 
     def add(self, new: NewRow) -> None:
         """Begin a row. Raises PlanRefused for a row whose tokens are chosen elsewhere."""

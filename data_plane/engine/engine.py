@@ -31,6 +31,7 @@ from data_plane.plan import (
     RowLogprobs,
     StepOutput,
     StepPlan,
+    Vocabulary,
     no_rows,
 )
 from data_plane.spans import span
@@ -136,6 +137,10 @@ class TorchEngine:
             output.pooled,
             output.unconstrained_rows,
         )
+
+    def read_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Read a vocabulary before rows name it (see Engine)."""
+        self._constraints.read(vocabulary)
 
     def reset(self) -> None:
         """Forget all rows, slots and KV. Raises if the device is lost: such a worker must not attach again."""

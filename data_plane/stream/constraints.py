@@ -16,14 +16,14 @@ class SessionConstraints:
         self._vocabularies: dict[str, Vocabulary] = {}
         self._grammars: dict[str, RowConstraint] = {}
 
-    def put_vocabulary(self, message: plan_pb2.PutVocabulary) -> None:
-        """Take a vocabulary. Raises PlanRefused for a torn one."""
+    def put_vocabulary(self, message: plan_pb2.PutVocabulary) -> Vocabulary:
+        """Take a vocabulary, and return it. Raises PlanRefused for a torn one."""
         if len(message.end_token_ids) % 4 or not message.end_token_ids:
             raise PlanRefused(f"vocabulary {message.digest[:12]} has {len(message.end_token_ids)} bytes of end tokens")
         end_token_ids = tuple(np.frombuffer(message.end_token_ids, dtype="<i4").tolist())
-        self._vocabularies[message.digest] = Vocabulary(
-            message.digest, message.tokenizer, message.num_tokens, end_token_ids
-        )
+        vocabulary = Vocabulary(message.digest, message.tokenizer, message.num_tokens, end_token_ids)
+        self._vocabularies[message.digest] = vocabulary
+        return vocabulary
 
     def put_grammar(self, message: plan_pb2.PutGrammar) -> None:
         """Take a grammar. Raises PlanRefused where its vocabulary did not come before."""

@@ -137,7 +137,7 @@ class Session:
             self._engine.slots.evict(evict.slot, evict.generation)
             self._stream.send(self._slot_state(evict.slot, evict.generation, state="STATE_EMPTY"))
         elif kind == "put_vocabulary":
-            self._constraints.put_vocabulary(item.put_vocabulary)
+            self._engine.read_vocabulary(self._constraints.put_vocabulary(item.put_vocabulary))
         elif kind == "put_grammar":
             self._constraints.put_grammar(item.put_grammar)
         elif kind == "forget_constraints":

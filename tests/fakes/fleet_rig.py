@@ -29,7 +29,7 @@ from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.host_cache.base import CacheAddress
 from control_plane.scheduler.requests.beam_search import BeamSearcher
-from control_plane.scheduler.types import AdapterRef, Combination, Request, sample_seed
+from control_plane.scheduler.types import AdapterRef, Combination, Request, Vocabulary, sample_seed
 from data_plane.config import WorkerConfig
 from data_plane.errors import AdapterLoadError, AdapterMismatch
 from data_plane.plan import Capacities, StepOutput
@@ -167,18 +167,24 @@ class InspectedFleet(Fleet):
     """A fleet whose test keeps the parts that it was built from."""
 
     def __init__(
-        self, settings: FleetSettings, clock: Callable[[], float] = time.monotonic, *, ticks_by_itself: bool
+        self,
+        settings: FleetSettings,
+        clock: Callable[[], float] = time.monotonic,
+        vocabulary: Vocabulary | None = None,
+        *,
+        ticks_by_itself: bool,
     ) -> None:
         self.weights = FakeWeights()
         self.clock = clock
-        self.parts = assemble(settings, FakeBaseModel(), self.weights, incarnation=1, clock=clock)
+        base_model = FakeBaseModel()
+        self.parts = assemble(settings, base_model, self.weights, incarnation=1, clock=clock, vocabulary=vocabulary)
         super().__init__(self.parts, ticks_by_itself=ticks_by_itself)
 
 
-def make_fleet(clock: Callable[[], float], **settings: object) -> InspectedFleet:
+def make_fleet(clock: Callable[[], float], vocabulary: Vocabulary | None = None, **settings: object) -> InspectedFleet:
     """A fleet that only ticks when the test says so."""
     checked = FleetSettings(**settings)  # type: ignore[arg-type]  # fields are int or float
-    return InspectedFleet(checked, clock, ticks_by_itself=False)
+    return InspectedFleet(checked, clock, vocabulary, ticks_by_itself=False)
 
 
 def make_request(

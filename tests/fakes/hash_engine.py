@@ -27,6 +27,7 @@ from data_plane.plan import (
     RowSampling,
     StepOutput,
     StepPlan,
+    Vocabulary,
 )
 from tests.fakes.hash_model import (
     DEFAULT_VOCAB_SIZE,
@@ -89,6 +90,7 @@ class HashEngine:
         self.hash_slots = HashSlots(capacities.num_slots, capacities.arena_bytes)
         self.slots: AdapterSlots = self.hash_slots
         self.num_resets = 0
+        self.read_digests: list[str] = []  # of vocabularies
         self._blocks: list[list[bytes]] = []
         self._left: dict[int, list[bytes]] = {}  # block -> what it held when its row was freed, until it is another's
         self._host_blocks: list[list[bytes]] = []
@@ -106,6 +108,10 @@ class HashEngine:
         self._forget()
         self.slots.clear()
         self.num_resets += 1
+
+    def read_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Write down that it came."""
+        self.read_digests.append(vocabulary.digest)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """One step of every decoding row, the fed ones and the prefills."""

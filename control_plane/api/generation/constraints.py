@@ -14,6 +14,7 @@ from contract.sampling import MAX_TOKENIZER_BYTES
 from control_plane.api.text.codec import TextCodec
 from control_plane.checks import Violations, refuse
 from control_plane.constraints.compiler import ConstraintCompiler, ConstraintRefused
+from control_plane.errors import InvalidRequest
 from control_plane.scheduler.types import Constraint, Vocabulary
 
 MAX_CONSTRAINT_BYTES = 64 << 10
@@ -68,7 +69,7 @@ class Constraints:
         """
         if not message.HasField("constraint"):
             return None
-        ends = tuple(sorted({token_id for token_id in end_token_ids if token_id < num_tokens}))
+        ends = _ends_of(end_token_ids, num_tokens)
         if not ends:
             raise refuse("constraint", "is set, and this model has no end-of-sequence token that could end it")
         kind = message.constraint.WhichOneof("kind")
@@ -79,6 +80,16 @@ class Constraints:
         except ConstraintRefused as error:
             # llguidance draws the place below the text, in several lines.
             raise refuse(f"constraint.{kind}", " ".join(str(error).split())) from error
+
+    async def vocabulary_of(self, codec: TextCodec, end_token_ids: Sequence[int], num_tokens: int) -> Vocabulary | None:
+        """What constraints of the codec's requests are over; None where `of` refuses every constraint."""
+        ends = _ends_of(end_token_ids, num_tokens)
+        if not ends or not codec.has_tokenizer:
+            return None
+        try:
+            return await self._vocabulary(codec, ends, num_tokens)
+        except InvalidRequest:  # the tokenizer is too large: each constrained request is refused by name
+            return None
 
     async def _vocabulary(self, codec: TextCodec, ends: tuple[int, ...], num_tokens: int) -> Vocabulary:
         own = self._vocabularies.setdefault(codec, {})
@@ -92,6 +103,10 @@ class Constraints:
             found = await asyncio.to_thread(_vocabulary, text, ends, num_tokens)
             own[ends, num_tokens] = found
         return found
+
+
+def _ends_of(end_token_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    return tuple(sorted({token_id for token_id in end_token_ids if token_id < num_tokens}))
 
 
 def _vocabulary(text: str, ends: tuple[int, ...], num_tokens: int) -> Vocabulary:

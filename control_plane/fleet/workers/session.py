@@ -40,6 +40,7 @@ from control_plane.scheduler.types import (
     Outputs,
     Request,
     RequestId,
+    Vocabulary,
 )
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,11 @@ class WorkerSession:
         """Schedule the request again."""
         self.scheduler.resume(request_id)
         self._pump_soon()
+
+    def send_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Have the worker read a vocabulary before any plan, so that the first constrained request delays no step."""
+        for message in self._sent_constraints.messages_for_vocabulary(vocabulary):
+            self.outbox.send(message)
 
     def set_pinned(self, digests: Set[str]) -> None:
         """Keep exactly these adapters from eviction, from when they are in a slot."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from data_plane.constraints.masks import ConstraintRows, Masks, forbid, maskable
+from data_plane.constraints.matchers import MAX_VOCABULARIES
 from data_plane.errors import PlanRefused
 from data_plane.plan import NewRow, RowConstraint, RowSampling, Vocabulary
 from tests.makers import make_tokenizer
@@ -159,3 +160,44 @@ def _bytes_of(symbol: str) -> bytes:
     others = [byte for byte in range(256) if byte not in printable]
     codes = {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
     return bytes(codes[character] for character in symbol)
+
+
+def test_a_step_never_reads_a_vocabulary_that_was_read_before(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it after the rows of a session ended."""
+    rows = ConstraintRows(NUM_TOKENS)
+    rows.read(vocabulary)
+    monkeypatch.setattr(llguidance, "LLTokenizer", _unexpected)
+    rows.clear()
+    rows.read(vocabulary)
+    for row, text in enumerate(("ab", "cd")):
+        rows.add(row_of([text], vocabulary, row))
+    assert not masks_of(rows, [0, 1]).failed
+    rows.add(row_of(["ab"], replace(vocabulary, digest="another"), 2))
+    assert masks_of(rows, [2]).failed == [0]
+
+
+def test_the_vocabulary_used_last_is_kept_the_longest(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with a kept grammar use their vocabulary, too: the control plane counts them, and does not send it again."""
+    rows = ConstraintRows(NUM_TOKENS)
+    rows.add(row_of(["ab"], vocabulary))
+    for number in range(MAX_VOCABULARIES - 1):
+        rows.read(replace(vocabulary, digest=f"v{number}"))
+    rows.add(row_of(["ab"], vocabulary))
+    rows.read(replace(vocabulary, digest="one more"))
+    monkeypatch.setattr(llguidance, "LLTokenizer", _unexpected)
+    rows.add(row_of(["another grammar"], vocabulary))
+    assert not masks_of(rows, [0]).failed
+
+
+def test_a_vocabulary_that_cannot_be_read_fails_its_rows_alone(vocabulary: Vocabulary) -> None:
+    rows, torn = ConstraintRows(NUM_TOKENS), replace(vocabulary, digest="torn", tokenizer="{")
+    rows.read(torn)
+    rows.add(row_of(["ab"], torn))
+    rows.add(row_of(["ab"], vocabulary, 1))
+    assert masks_of(rows, [0, 1]).failed == [0]
+
+
+def _unexpected(*_: object, **__: object) -> None:
+    raise ValueError("a step reads a tokenizer")

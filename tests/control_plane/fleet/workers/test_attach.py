@@ -21,6 +21,7 @@ from control_plane.errors import (
 )
 from control_plane.fleet.gate.hello import BOUNDS
 from control_plane.fleet.workers.endings import EndCause
+from control_plane.scheduler.types import Vocabulary
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -156,3 +157,19 @@ async def test_a_session_takes_no_memory_for_what_its_worker_only_claims(clock: 
     finally:
         tracemalloc.stop()
     assert size < 300_000
+
+
+async def test_a_session_begins_with_the_vocabulary_of_constraints(clock: FakeClock) -> None:
+    """The worker reads it before any plan, and the first constrained row does not send it again."""
+    vocabulary = Vocabulary("v", "{}", 9, (0,))
+    without, worker = LoopbackWorker(make_fleet(clock)), LoopbackWorker(make_fleet(clock, vocabulary))
+    assert kinds_sent_to(worker) == ["welcome", "ping", "put_vocabulary"]
+    assert kinds_sent_to(without) == ["welcome", "ping"]
+    worker.session.send_vocabulary(vocabulary)
+    assert kinds_sent_to(worker) == []
+
+
+def kinds_sent_to(worker: LoopbackWorker) -> list[str | None]:
+    """What waits in the outbox, which is empty then."""
+    messages = [plan_pb2.AttachResponse.FromString(each.SerializeToString()) for each in worker.session.outbox.take()]
+    return [message.WhichOneof("message") for message in messages]
