@@ -29,7 +29,7 @@ from motet import (
 )
 from motet.cli.main import main
 
-from tests.e2e.harness import System
+from tests.e2e.harness import System, wait_until
 from tests.makers import make_adapter, make_checkpoint, make_tokenizer
 
 SCHEMA: dict[str, Any] = {
@@ -184,6 +184,37 @@ def test_the_command_line_takes_every_form(address: str, tmp_path: Path, capsys:
     ):
         assert main(["generate", "Go:", "--server", address, *flags]) == 0
         assert capsys.readouterr().out == text + "\n"
+
+
+def test_a_killed_workers_constrained_completions_go_on_elsewhere_with_the_same_tokens(
+    system: System, client: Client
+) -> None:
+    """Adapters, samples and seeds; the second worker makes the grammars' states anew from the tokens so far."""
+    forms: list[Any] = [Regex("[a-f]{100}-[0-9]{120}"), Lark('start: "<" WORD ">"\nWORD: /[xyz]{200}/\n')]
+    jobs = [(form, adapter, seed) for form in forms for adapter in ("", "one") for seed in (1, 2, 3)]
+
+    def ask(job: tuple[Any, str, int]) -> list[tuple[int, ...]]:
+        form, adapter, seed = job
+        options: Any = {**SAMPLED, "n": 2 if seed == 3 else 1}
+        done = client.generate("Go:", constraint=form, adapter=adapter, seed=seed, **options).result()
+        pattern = form.pattern if isinstance(form, Regex) else "<[xyz]{200}>"
+        assert all(re.fullmatch(pattern, completion.text) for completion in done.completions)
+        return [tuple(completion.token_ids) for completion in done.completions]
+
+    undisturbed = [ask(job) for job in jobs]
+    system.start_worker("w1", WORKER_FLAGS)
+    migrated, sampled = client.status().queues.num_migrated, _num_sampled_by(client, "w0")
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        futures = [threads.submit(ask, job) for job in jobs]
+        wait_until(lambda: _num_sampled_by(client, "w0") > sampled + 100, "w0 generates")
+        system.workers["w0"].kill()
+        assert [future.result() for future in futures] == undisturbed
+    status = client.status()
+    assert status.queues.num_migrated > migrated and [worker.worker_id for worker in status.workers] == ["w1"]
+
+
+def _num_sampled_by(client: Client, worker_id: str) -> int:
+    return {worker.worker_id: worker.num_tokens_sampled for worker in client.status().workers}[worker_id]
 
 
 def _token(symbol: str) -> int:
