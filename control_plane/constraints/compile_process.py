@@ -16,6 +16,7 @@ from typing import Any
 import llguidance
 
 from contract.sampling import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
+from control_plane.constraints.schema_refusals import NO_TEXT, explained
 from control_plane.framed_child.frames import limit_memory, read_frame, write_frame
 
 # Whitespace between two parts of JSON is optional and bounded: a model cannot go on with it for ever.
@@ -50,6 +51,19 @@ def main() -> int:
 
 def compiled(constraint: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> str:
     """The grammar of a constraint as llguidance reads it. Raises ValueError with its reason."""
+    try:
+        return _compiled(constraint, vocabulary)
+    except ValueError as error:
+        if constraint["kind"] != "json_schema":
+            raise
+        try:
+            schema = json.loads(constraint["value"])
+        except (ValueError, RecursionError):
+            raise error from None
+        raise ValueError(explained(str(error), schema)) from error
+
+
+def _compiled(constraint: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> str:
     grammar = grammar_of(constraint)
     if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
         raise ValueError(f"the grammar has {len(grammar.encode())} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
@@ -60,7 +74,9 @@ def compiled(constraint: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> 
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     mask = matcher.compute_bitmask() if not matcher.is_error() else b""
     if matcher.is_error():
-        raise ValueError(matcher.get_error())
+        # This one comes without a sentence: no token begins a text, and none ends it.
+        error = matcher.get_error()
+        raise ValueError(NO_TEXT if error.startswith("NoExtensionBias") else error)
     if not any(mask):
         raise ValueError("it allows no token of this model's vocabulary to begin with")
     return grammar
