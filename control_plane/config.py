@@ -215,6 +215,9 @@ class ServerConfig:
     max_streams_per_connection: int = setting(
         "requests of one connection at once; more wait at the client", 100, unit="a count", lowest=1
     )
+    adaptive_windows: bool = setting(
+        "faster uploads over long distances; clients can then fill more memory, up to 1 MiB for each request", False
+    )
     max_concurrent_rpcs: int = setting(
         "requests of all connections at once; more only for clients below their equal part",
         4096,

@@ -20,15 +20,17 @@ def client_port(
     config: ServerConfig, *, max_connections: int, write_timeout_s: float, **interceptor: Any
 ) -> ClientPort:
     """The port, not yet listening. `interceptor`: further arguments of listeners.client_interceptor."""
-    num_frontends, max_streams = config.frontends, config.max_streams_per_connection
+    num_frontends = config.frontends
+    connection: dict[str, Any] = {
+        "max_streams_per_connection": config.max_streams_per_connection,
+        "adaptive_windows": config.adaptive_windows,
+    }
     interceptor["write_timeout_s"] = write_timeout_s
     if not num_frontends:
-        return listeners.client_server(
-            max_streams_per_connection=max_streams, max_connections=max_connections, **interceptor
-        )
+        return listeners.client_server(max_connections=max_connections, **connection, **interceptor)
     # Connections come to the front ends by chance; each takes its part, so that all together take no more.
     part = max(max_connections // num_frontends, 1)
-    options = listeners.client_options(max_streams_per_connection=max_streams, max_connections=part)
+    options = listeners.client_options(max_connections=part, **connection)
     access = config.access
     setup = FrontendSetup(
         options=(*((name, value) for name, value in options if name != REUSE_PORT), (REUSE_PORT, 1)),

@@ -122,7 +122,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
                             if handler.request_streaming:
                                 result = inner(requests, context)
                             else:
-                                result = inner(await self._request(handler.request_deserializer, context), context)
+                                raw = await self._request(method, caller, context)
+                                held.enter_context(self._limits.content(caller.holder, len(raw)))
+                                parse = handler.request_deserializer
+                                result = inner(raw if parse is None else parse(raw), context)
                             await self._respond(result, context, is_stream=handler.response_streaming)
                     except MotetError as error:
                         if self._on_refused is not None:
@@ -131,10 +134,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
 
         return handle
 
-    async def _request(self, parse: Callable[[bytes], Any] | None, context: Context) -> Any:
+    async def _request(self, method: str, caller: Caller, context: Context) -> bytes:
         limit_s = self._request_timeout_s * self._rng.uniform(1, TIMEOUT_SPREAD)
         try:
-            async with AwakeTimeout(limit_s, self._awake):
+            async with AwakeTimeout(limit_s, self._awake), self._limits.arriving(method).place(caller.holder):
                 raw: Any = await context.read()
         except TimeoutError as error:
             raise DeadlineExceeded(
@@ -142,7 +145,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
             ) from error
         if raw is _EOF:
             raise InvalidRequest(FieldViolation("request", "missing; the call ended without a message"))
-        return raw if parse is None else parse(raw)
+        return raw  # type: ignore[no-any-return]
 
     async def _respond(self, result: Any, context: Context, *, is_stream: bool) -> None:
         # Cases: 1. a generator of responses; 2. a coroutine that writes its responses itself; 3. one response.

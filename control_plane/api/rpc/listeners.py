@@ -63,13 +63,21 @@ def common_options() -> list[Option]:
     ]
 
 
-def client_options(*, max_streams_per_connection: int, max_connections: int) -> list[Option]:
-    """Settings of the clients' port, of one process that listens there."""
+def client_options(
+    *, max_streams_per_connection: int, max_connections: int, adaptive_windows: bool = False
+) -> list[Option]:
+    """Settings of the clients' port, of one process that listens there.
+
+    `adaptive_windows`: gRPC lets clients send ahead by as much as their connection carries, and then holds whole
+    messages of calls that nobody has taken up: 4.3 GB of 4,000 calls with 1 MiB each; with the fixed 64 KiB of a call
+    0.5 GB. The price is in uploads over long distances: 32 MB at 50 ms took 0.8 s with and 3.8 s without.
+    """
     return [
         *common_options(),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", max_streams_per_connection),
         ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
+        ("grpc.http2.bdp_probe", int(adaptive_windows)),
     ]
 
 
@@ -95,9 +103,15 @@ def client_interceptor(
     )
 
 
-def client_server(*, max_streams_per_connection: int, max_connections: int, **settings: Any) -> grpc.aio.Server:
+def client_server(
+    *, max_streams_per_connection: int, max_connections: int, adaptive_windows: bool = False, **settings: Any
+) -> grpc.aio.Server:
     """A server for the clients' port. `settings` are those of client_interceptor."""
-    options = client_options(max_streams_per_connection=max_streams_per_connection, max_connections=max_connections)
+    options = client_options(
+        max_streams_per_connection=max_streams_per_connection,
+        max_connections=max_connections,
+        adaptive_windows=adaptive_windows,
+    )
     return _server(options, client_interceptor(**settings))
 
 

@@ -59,21 +59,42 @@ class SharedLimit:
         return len(self._all.children)
 
     @contextlib.contextmanager
-    def place(self, holder: Sequence[str]) -> Iterator[None]:
-        """Hold one while the block runs. Raises Exhausted if the holder has its equal part."""
-        if not self._has_room(holder):
+    def place(self, holder: Sequence[str], amount: int = 1) -> Iterator[None]:
+        """Hold so many while the block runs. Raises Exhausted if they are more than the holder's equal part leaves."""
+        if not self.take(holder, amount):
             raise Exhausted(
                 f"at most {self._limit} {self._what} at once, and you hold your equal part of them; try again",
                 retry_after_s=self._retry_after_s * self._rng.uniform(1, RETRY_SPREAD),
             )
-        self._take(holder)
         try:
             yield
         finally:
-            self._give_back(holder)
+            self.give_back(holder, amount)
 
-    def _has_room(self, holder: Sequence[str]) -> bool:
-        if self.num_held < self._limit:
+    def take(self, holder: Sequence[str], amount: int = 1) -> bool:
+        """Whether there was room for so many, which are held from now on."""
+        if not self._has_room(holder, amount):
+            return False
+        share = self._all
+        share.num_held += amount
+        for key in holder:
+            share = share.children.setdefault(key, _Share())
+            share.num_held += amount
+        return True
+
+    def give_back(self, holder: Sequence[str], amount: int = 1) -> None:
+        """Give back what was taken."""
+        share = self._all
+        share.num_held -= amount
+        for key in holder:
+            child = share.children[key]
+            child.num_held -= amount
+            if not child.num_held:
+                del share.children[key]
+            share = child
+
+    def _has_room(self, holder: Sequence[str], amount: int) -> bool:
+        if self.num_held + amount <= self._limit:
             return True
         part: float = self._limit
         share: _Share | None = self._all
@@ -81,23 +102,6 @@ class SharedLimit:
             children = {} if share is None else share.children
             part /= len(children) + (key not in children)
             share = children.get(key)
-            if (0 if share is None else share.num_held) + 1 <= part:
+            if (0 if share is None else share.num_held) + amount <= part:
                 return True
         return False
-
-    def _take(self, holder: Sequence[str]) -> None:
-        share = self._all
-        share.num_held += 1
-        for key in holder:
-            share = share.children.setdefault(key, _Share())
-            share.num_held += 1
-
-    def _give_back(self, holder: Sequence[str]) -> None:
-        share = self._all
-        share.num_held -= 1
-        for key in holder:
-            child = share.children[key]
-            child.num_held -= 1
-            if not child.num_held:
-                del share.children[key]
-            share = child

@@ -22,7 +22,7 @@ from control_plane.api.health import HealthService
 from control_plane.api.rpc import listeners
 from control_plane.api.rpc.callers import Callers
 from control_plane.api.rpc.interceptor import TIMEOUT_SPREAD
-from control_plane.api.rpc.rpc_limits import MAX_HEALTH_WATCHES, MAX_STRANGERS_WATCHES, RpcLimits
+from control_plane.api.rpc.rpc_limits import MAX_ARRIVING, MAX_HEALTH_WATCHES, MAX_STRANGERS_WATCHES, RpcLimits
 from control_plane.api.rpc.shared_limit import RETRY_SPREAD, SharedLimit
 from control_plane.errors import Exhausted
 from tests.control_plane.api.fakes import details
@@ -228,6 +228,47 @@ async def test_idle_tenant_holds_every_place_and_the_other_one_gets_its_part(ide
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_slow_requests_of_one_tenant_take_turns_and_hold_up_nobody_else(identify: Callers) -> None:
+    async with Port(max_concurrent_rpcs=4096, max_connections=100, identify=identify) as port:
+        slow, quick = await port.open(), await port.open()
+        port.release.set()
+        idle = [slow.stream_unary("/t.T/Wait")(silence(), metadata=as_tenant("slow")) for _ in range(MAX_ARRIVING + 10)]
+        assert await status_of(slow, as_tenant("slow")) == "1", "behind them, on their connection"
+        burst = [quick.unary_unary("/t.T/Wait")(b"", timeout=30, metadata=as_tenant("quick")) for _ in range(300)]
+        assert await asyncio.gather(*burst) == [b"done"] * 300
+        mine = slow.unary_unary("/t.T/Wait")(b"", metadata=as_tenant("slow"))
+        assert await status_of(slow, as_tenant("slow")) == "1"
+        assert not mine.done()
+        for call in idle[:11]:
+            call.cancel()
+        assert await asyncio.wait_for(mine, 30) == b"done"
+        for call in idle:
+            call.cancel()
+
+
+async def test_large_requests_are_bounded_by_their_bytes(identify: Callers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("control_plane.api.rpc.rpc_limits.MAX_REQUESTS_BYTES", 4 * 2**16)
+    large = types_pb2.TokenIds(ids=range(2**14)).SerializeToString()
+    assert 2**14 < len(large) <= 2**16
+    async with Port(max_concurrent_rpcs=100, identify=identify) as port:
+        hog, other = await port.open(), await port.open()
+        held = [hog.unary_unary("/t.T/Wait")(large, metadata=as_tenant("hog")) for _ in range(4 * 2**16 // len(large))]
+        async with asyncio.timeout(30):
+            for _ in held:
+                await port.entered.acquire()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hog.unary_unary("/t.T/Wait")(large, timeout=30, metadata=as_tenant("hog"))
+        assert caught.value.code() == EXHAUSTED and details(caught.value)[2]
+        assert "at most 262144 bytes of requests at once" in str(caught.value.details())
+        small = hog.unary_unary("/t.T/Wait")(b"", metadata=as_tenant("hog"))
+        theirs = other.unary_unary("/t.T/Wait")(large, metadata=as_tenant("other"))
+        async with asyncio.timeout(30):
+            for _ in range(2):
+                await port.entered.acquire()
+        port.release.set()
+        assert await asyncio.gather(small, theirs, *held) == [b"done"] * (2 + len(held))
 
 
 async def test_call_without_a_credential_is_refused_before_its_message_and_holds_nothing(identify: Callers) -> None:
