@@ -29,6 +29,7 @@ SECTIONS = {  # heading: the exported names below it; a name that is in none goe
         "GenerationStream",
         "AsyncGenerationStream",
     ),
+    "Workers": ("Workers", "AsyncWorkers"),
     "Model and tokens": ("Model", "AsyncModel", "ModelFacts", "TokenizeOptions", "Tokenized"),
     "Embeddings and classes": (
         "PoolingOptions",
@@ -75,6 +76,7 @@ def reference() -> str:
             PACKAGE / "offline",
             PACKAGE / "pooling",
             PACKAGE / "v1",
+            PACKAGE / "workers",
         )
         for path in sorted((PACKAGE / folder).glob("*.py"))
         if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))

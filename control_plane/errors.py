@@ -123,6 +123,18 @@ class UploadNotFound(MotetError):
     reason = "UPLOAD_NOT_FOUND"
 
 
+class WorkerNotFound(MotetError):
+    """No worker of that id."""
+
+    reason = "WORKER_NOT_FOUND"
+
+
+class LastWorker(MotetError):
+    """No other worker takes requests."""
+
+    reason = "LAST_WORKER"
+
+
 class UploadTakenOver(MotetError):
     """Another call continues the upload that this call sent."""
 
@@ -354,6 +366,8 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     AdapterNameTaken: grpc.StatusCode.ALREADY_EXISTS,
     OperationNotFound: grpc.StatusCode.NOT_FOUND,
     UploadNotFound: grpc.StatusCode.NOT_FOUND,
+    WorkerNotFound: grpc.StatusCode.NOT_FOUND,
+    LastWorker: grpc.StatusCode.FAILED_PRECONDITION,
     UploadTakenOver: grpc.StatusCode.ABORTED,
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterVersionActive: grpc.StatusCode.FAILED_PRECONDITION,

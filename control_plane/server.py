@@ -43,7 +43,7 @@ from control_plane.adapters.open_roots import open_roots
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import health, status
-from control_plane.api.admin import adapters, operations, push, residency, verification
+from control_plane.api.admin import adapters, operations, push, residency, verification, worker_drains
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
@@ -80,7 +80,10 @@ T = TypeVar("T")
 
 # How long the last messages of ended streams may take to leave, after the drain.
 CLOSE_GRACE_S = 1.0
-_REFLECTED = (generation, model, pooling, adapters, push, residency, verification, status, operations, health)
+_REFLECTED = (
+    *(generation, model, pooling, adapters, push, residency, verification),
+    *(worker_drains, status, operations, health),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,7 +211,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         push_part(config, base_model, registry, life_cycle, weights, fleet, gate, uploads, audit),
         verification_part(config, base_model, registry, life_cycle, weights, fleet, operation_store, gate, audit),
-        residency.part(registry, weights, fleet, gate, audit),
+        *(residency.part(registry, weights, fleet, gate, audit), worker_drains.part(fleet.drains, audit)),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
         (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store, audit)),
         health_part,

@@ -10,6 +10,7 @@ from google.protobuf import descriptor
 from motet.v1 import (
     adapters_pb2,
     constraints_pb2,
+    fleet_pb2,
     generation_pb2,
     model_pb2,
     pooling_pb2,
@@ -25,7 +26,7 @@ from contract.v1 import plan_pb2
 PROTOS = Path(__file__).resolve().parents[1] / "protos"
 MODULES = (
     *(adapters_pb2, generation_pb2, model_pb2, plan_pb2, pooling_pb2, push_pb2),
-    *(constraints_pb2, residency_pb2, status_pb2, types_pb2, verify_pb2),
+    *(constraints_pb2, fleet_pb2, residency_pb2, status_pb2, types_pb2, verify_pb2),
 )
 FILES = [module.DESCRIPTOR for module in MODULES]
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

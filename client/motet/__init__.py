@@ -252,6 +252,12 @@ if TYPE_CHECKING:
     from motet.types import (
         VersionVerification as VersionVerification,
     )
+    from motet.workers.asynchronous import (
+        AsyncWorkers as AsyncWorkers,
+    )
+    from motet.workers.blocking import (
+        Workers as Workers,
+    )
 
 __version__ = "0.1.0"
 
@@ -283,6 +289,8 @@ _NAMES_BY_MODULE = {
         "SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionRollout VersionSignature "
         "VersionVerification"
     ),
+    "motet.workers.asynchronous": "AsyncWorkers",
+    "motet.workers.blocking": "Workers",
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

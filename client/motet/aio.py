@@ -43,6 +43,7 @@ from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import AdapterEvent, Chunk, Completion, Finished, Generation, ServerStatus, Started
 from motet.v1 import generation_pb2, residency_pb2
+from motet.workers.asynchronous import AsyncWorkers
 
 T = TypeVar("T")
 GenerateCall: TypeAlias = grpc.aio.UnaryStreamCall[Any, Any] | BridgedCall  # its responses are of Generate
@@ -110,6 +111,7 @@ class AsyncClient:
         self._channels = Channels(security, opener(grpc.aio, target, options), self._close_soon)
         self.adapters = AsyncAdapters(self)
         self.model = AsyncModel(self)
+        self.workers = AsyncWorkers(self)
 
     def generate(
         self,

@@ -46,6 +46,7 @@ from motet.types import (
     Started,
 )
 from motet.v1 import generation_pb2, residency_pb2
+from motet.workers.blocking import Workers
 
 T = TypeVar("T")
 
@@ -107,6 +108,7 @@ class Client:
         self._channels = Channels(security, opener(grpc, target, options), lambda channel: channel.close())
         self.adapters = Adapters(self)
         self.model = Model(self)
+        self.workers = Workers(self)
 
     def generate(
         self,

@@ -417,4 +417,5 @@ class ServerStatus:
     tenants: tuple[TenantStatus, ...] = ()  # the busiest of those that sent requests lately, by name
     num_other_tenants: int = 0  # those that are not among them
     own_tenant_only: bool = False  # without the role admin: no workers, queues and tiers, and one tenant
+    drained_worker_ids: tuple[str, ...] = ()  # attached or not, in order
     audit: AuditStatus | None = None  # not there without the role "admin"

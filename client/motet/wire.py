@@ -288,6 +288,7 @@ def status_from(message: status_pb2.GetStatusResponse) -> types.ServerStatus:
         tenants=tuple(_same_fields(status.TenantStatus, tenant) for tenant in message.tenants),
         num_other_tenants=message.num_other_tenants,
         own_tenant_only=message.own_tenant_only,
+        drained_worker_ids=tuple(message.drained_worker_ids),
         audit=_same_fields(status.AuditStatus, message.audit) if message.HasField("audit") else None,
     )
 

@@ -13,6 +13,7 @@ from google.longrunning import operations_pb2
 from grpc_health.v1 import health_pb2
 from motet.v1 import (
     adapters_pb2,
+    fleet_pb2,
     generation_pb2,
     model_pb2,
     pooling_pb2,
@@ -82,6 +83,7 @@ REQUIREMENTS: Mapping[str, Requirement] = {
             "WatchAdapters": Role.ADAPTERS_READ,
         },
     ),
+    **_of(fleet_pb2, "FleetService", {"DrainWorker": Role.ADMIN, "UndrainWorker": Role.ADMIN}),
     **_of(status_pb2, "StatusService", {"GetStatus": Anyone.KNOWN}),
     **_of(
         operations_pb2,

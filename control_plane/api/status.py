@@ -101,6 +101,7 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
             limits=self._limits_message(),
             tenants=map(_tenant_message, tenants),
             num_other_tenants=self._fleet.num_tenants - len(tenants),
+            drained_worker_ids=self._fleet.drains.worker_ids,
             audit=self._audit_message(),
         )
 

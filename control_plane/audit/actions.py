@@ -26,6 +26,8 @@ CLASSIFY = "classify"
 START = "server.start"
 STOP = "server.stop"
 RELOAD = "file.reload"
+DRAIN = "worker.drain"
+UNDRAIN = "worker.undrain"
 ATTACH = "worker.attach"
 END_SESSION = "worker.end"
 SUPPRESSED = "refusals.suppressed"
@@ -46,6 +48,8 @@ CHANGES: Mapping[str, str] = {
     "/motet.v1.AdapterResidencyService/UnloadAdapter": UNLOAD,
     "/motet.v1.AdapterService/DeleteAdapter": DELETE,
     "/motet.v1.AdapterService/DeleteAdapterVersion": DELETE_VERSION,
+    "/motet.v1.FleetService/DrainWorker": DRAIN,
+    "/motet.v1.FleetService/UndrainWorker": UNDRAIN,
     "/google.longrunning.Operations/CancelOperation": CANCEL_OPERATION,
     "/google.longrunning.Operations/DeleteOperation": DELETE_OPERATION,
 }

@@ -14,6 +14,7 @@ from control_plane.fleet.adapters.residency import ArenaResidency
 from control_plane.fleet.adapters.unloads import AdapterUnloads
 from control_plane.fleet.attach import AttachedWorkers
 from control_plane.fleet.delivery import Delivery
+from control_plane.fleet.drains import WorkerDrains
 from control_plane.fleet.gate.fencing import WorkerGate
 from control_plane.fleet.gate.hello import BaseModelLike
 from control_plane.fleet.intake import Intake
@@ -52,6 +53,7 @@ class FleetParts:
     unloads: AdapterUnloads  # adapters on their way out
     preloads: AdapterPreloads  # adapters on their way into slots before requests need them
     residency: ArenaResidency  # loads and unloads by operators, and loads by pins
+    drains: WorkerDrains  # workers that an operator is about to stop
     intake: Intake  # which requests are taken on
 
 
@@ -122,5 +124,6 @@ def assemble(
         unloads=unloads,
         preloads=preloads,
         residency=ArenaResidency(sessions, preloads, clock),
+        drains=WorkerDrains(sessions, jobs, dispatcher, workers),
         intake=Intake(settings, quotas, counters, jobs, sessions, dispatcher, delivery, workers),
     )

@@ -71,7 +71,7 @@ class AttachedWorkers:
         self._cache_warmer = CacheWarmer(weights)
         self._pinned: set[str] = set()  # digests
         self._vocabulary = vocabulary  # that every session begins with
-        self._no_worker_since_s = awake()  # valid while no worker is attached
+        self._no_worker_since_s = awake()  # valid while no worker takes requests
         self._is_closed = False
         self._when_changed: list[Callable[[], None]] = []
 
@@ -79,8 +79,8 @@ class AttachedWorkers:
 
     @property
     def is_grace_over(self) -> bool:
-        """Whether no worker has been attached for longer than `worker_grace_s`."""
-        has_none = not self._sessions.by_id
+        """Whether no worker has taken requests for longer than `worker_grace_s`."""
+        has_none = not self._sessions.taking
         return has_none and self._awake() - self._no_worker_since_s >= self._settings.worker_grace_s
 
     def attach(self, hello: plan_pb2.Hello, refusal: Callable[[], str | None] = lambda: None) -> WorkerSession:
@@ -119,7 +119,7 @@ class AttachedWorkers:
         if hello.last_epoch:
             self._migration.outlived(hello.worker_id, hello.last_epoch)
         self._dispatcher.place_waiting()
-        self._report_change()
+        self.report_change()
         return session
 
     def call_when_changed(self, callback: Callable[[], None]) -> None:
@@ -179,6 +179,7 @@ class AttachedWorkers:
     def on_ended(self, session: WorkerSession) -> None:
         """Move the requests of a session that has ended."""
         self._note_end(session)
+        was_taking = session.worker_id in self._sessions.taking
         self._sessions.close(session)
         # Accepted tokens reach their streams in any case: the requests go on from behind them.
         self._jobs.guard(lambda: self._delivery.on_outputs(session, session.scheduler.take_outputs()))
@@ -192,10 +193,10 @@ class AttachedWorkers:
                 if self._is_stranded(job, session):
                     self._jobs.fail_broken(job)
             self._jobs.guard(self._dispatcher.place_waiting)
-        if not self._sessions.by_id:
-            self._no_worker_since_s = self._awake()
+        if was_taking:
+            self.note_taking()
         self.on_changed()
-        self._report_change()
+        self.report_change()
 
     def _note_end(self, session: WorkerSession) -> None:
         assert session.end_cause is not None, "a session ended without a cause"
@@ -212,6 +213,12 @@ class AttachedWorkers:
         is_unfinished = request_id in self._jobs.by_id and request_id not in self._dispatcher.waiting
         return is_unfinished and (job.session is None or job.session is session)
 
-    def _report_change(self) -> None:
+    def note_taking(self) -> None:
+        """Begin the grace without workers, if the last one that took requests is gone or drained."""
+        if not self._sessions.taking:
+            self._no_worker_since_s = self._awake()
+
+    def report_change(self) -> None:
+        """Call whoever wants to know that workers came, went or changed."""
         for callback in self._when_changed:
             callback()

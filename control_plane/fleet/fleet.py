@@ -39,6 +39,7 @@ class Fleet:
         self._quotas = parts.quotas
         self._jobs = parts.jobs
         self._sessions = parts.sessions.by_id
+        self._taking = parts.sessions.taking
         self._dispatcher = parts.dispatcher
         self._migration = parts.migration
         self._rebalancer = parts.rebalancer
@@ -47,6 +48,7 @@ class Fleet:
         self.unloads = parts.unloads
         self.preloads = parts.preloads  # loads of adapters that no request waits for
         self.residency = parts.residency
+        self.drains = parts.drains
         self._load_pinned_at_s = 0.0
         self.on_workers_changed(parts.residency.load_pinned)
         self._intake = parts.intake
@@ -88,8 +90,8 @@ class Fleet:
 
     @property
     def num_workers(self) -> int:
-        """Workers attached. A worker that hangs or stalls is detached, so above 0 requests can be expected to run."""
-        return len(self._sessions)
+        """Workers that take requests. One that hangs is detached, so above 0 requests can be expected to run."""
+        return len(self._taking)
 
     def attach(self, hello: plan_pb2.Hello, refusal: Callable[[], str | None] = lambda: None) -> WorkerSession:
         """A session for the worker that sent this Hello. An earlier session of the same process ends.

@@ -92,7 +92,7 @@ class Intake:
         if self._is_draining:
             raise Draining("the server is shutting down; try another one or try again in a moment")
         if self._workers.is_grace_over:
-            raise NoWorker("no worker is attached; try again in a moment")
+            raise NoWorker("no worker takes requests; try again in a moment")
         if not self._is_queue_full():
             return
         settings = self._settings

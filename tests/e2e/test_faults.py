@@ -246,6 +246,33 @@ def test_control_plane_terminated_politely_lets_streams_finish(system: System) -
     streams.check(fingerprint)
 
 
+def workers_command(system: System, *arguments: str) -> str:
+    """What `motet workers` prints."""
+    command = [sys.executable, "-m", "motet", "--server", system.address, "workers", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
+
+
+def test_a_drained_worker_gives_its_requests_away_and_stays(system: System) -> None:
+    client = system.client()
+    fingerprint = client.status().model.fingerprint
+    for worker_id in ("w0", "w1"):
+        system.start_hash_worker(worker_id, WORKER_FLAGS)
+    streams = Streams(client, num_requests=12, num_tokens=400)
+    wait_for_traffic(client)
+    assert " requests were moved" in workers_command(system, "drain", "w0")
+    wait_until(lambda: len(client.status().workers) == 2, "the drained worker attached again")
+    streams.check(fingerprint)
+    Streams(client, num_requests=12, num_tokens=20).check(fingerprint)
+    status = client.status()
+    assert status.queues.num_migrated > 0 and status.drained_worker_ids == ("w0",)
+    assert [worker.num_tokens_sampled > 0 for worker in status.workers] == [False, True]
+    rows = [line.split() for line in workers_command(system, "list").splitlines()]
+    assert [row[:2] for row in rows[1:]] == [["w0", "drained"], ["w1", "takes"]]
+    assert workers_command(system, "undrain", "w0") == "w0 gets requests\n"
+    Streams(client, num_requests=12, num_tokens=20).check(fingerprint)
+    assert all(worker.num_tokens_sampled > 0 for worker in client.status().workers)
+
+
 def test_a_rolling_upgrade_of_workers_and_control_plane_fails_no_stream(model_dir: Path, tmp_path: Path) -> None:
     """Each process is ended politely while streams run, and its successor is another process.
 

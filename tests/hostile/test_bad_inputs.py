@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
-from motet.v1 import adapters_pb2, generation_pb2, model_pb2, pooling_pb2, residency_pb2
+from motet.v1 import adapters_pb2, fleet_pb2, generation_pb2, model_pb2, pooling_pb2, residency_pb2
 from motet.v1 import status_pb2 as status_service_pb2
 
 from contract.v1 import plan_pb2
@@ -47,6 +47,7 @@ FREE = {
     ),
     "motet.v1.VersionRollout.keep_active",
     "motet.v1.WatchAdaptersRequest.with_residency",
+    "motet.v1.DrainWorkerRequest.force",
     "motet.worker.v1.Hello.parallel",
     "motet.worker.v1.TargetModules.is_interleaved",
     "motet.worker.v1.PooledRow.row",  # of a row that requested none; the case has row 0
@@ -65,7 +66,10 @@ FREE = {
 }
 SERVICES = [
     service
-    for file in (generation_pb2, model_pb2, pooling_pb2, adapters_pb2, residency_pb2, status_service_pb2, plan_pb2)
+    for file in (
+        *(generation_pb2, model_pb2, pooling_pb2, adapters_pb2, residency_pb2, fleet_pb2),
+        *(status_service_pb2, plan_pb2),
+    )
     for service in file.DESCRIPTOR.services_by_name.values()
 ]
 

@@ -14,6 +14,7 @@ from motet.command_line import Parser
 from motet.errors import MotetError
 from motet.model import commands as model
 from motet.pooling import commands as pooling
+from motet.workers import commands as workers
 
 _CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
     "generate": generate.add_parser,
@@ -24,6 +25,7 @@ _CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
     "model": model.add_model,
     "adapters": adapters.add_parser,
     "status": status.add_parser,
+    "workers": workers.add_parser,
     "audit": audit.add_parser,
     "keys": keys.add_parser,
     "convert": convert.add_parser,

@@ -11,7 +11,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants", "num_other_tenants", "audit", "own_tenant_only")
+    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants", "num_other_tenants", "audit", "drained_worker_ids", "own_tenant_only")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class GetStatusResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     NUM_OTHER_TENANTS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     OWN_TENANT_ONLY_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     model: ModelStatus
@@ -31,8 +32,9 @@ class GetStatusResponse(_message.Message):
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
     num_other_tenants: int
     audit: AuditStatus
+    drained_worker_ids: _containers.RepeatedScalarFieldContainer[str]
     own_tenant_only: bool
-    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., num_other_tenants: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., own_tenant_only: bool = ...) -> None: ...
+    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., num_other_tenants: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., drained_worker_ids: _Optional[_Iterable[str]] = ..., own_tenant_only: bool = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "dtype")

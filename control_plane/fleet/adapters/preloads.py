@@ -20,7 +20,7 @@ class AdapterPreloads:
     """Preloads under way. Only reads `sessions`."""
 
     def __init__(self, sessions: SessionTable) -> None:
-        self._sessions = sessions.by_id
+        self._sessions = sessions.taking
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}  # until when each waits
         self._is_check_due = False
 

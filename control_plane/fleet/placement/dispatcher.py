@@ -44,7 +44,7 @@ class Dispatcher:
         self._costs = costs
         self._is_cached = is_cached
         self._jobs = jobs
-        self._sessions = sessions.by_id
+        self._sessions = sessions.taking
         self._isolation = isolation
         self._shortlist = shortlist
         jobs.call_when_over(self._forget)

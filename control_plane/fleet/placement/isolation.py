@@ -94,7 +94,7 @@ class PoisonIsolation:
         settings: FleetSettings,
         awake: AwakeClock,
     ) -> None:
-        self._sessions = sessions.by_id
+        self._sessions = sessions.taking
         self._jobs = jobs.by_id
         self._settings = settings
         self._awake = awake

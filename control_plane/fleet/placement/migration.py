@@ -28,7 +28,7 @@ class Migration:
         self, jobs: UnfinishedJobs, sessions: SessionTable, isolation: PoisonIsolation, dispatcher: Dispatcher
     ) -> None:
         self._jobs = jobs
-        self._sessions = sessions.by_id
+        self._sessions = sessions.taking
         self._isolation = isolation
         self._dispatcher = dispatcher
         self._checks = SecondChecks(self._sessions)

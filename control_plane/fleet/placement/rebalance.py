@@ -43,7 +43,7 @@ class Rebalancer:
         self._costs = costs
         self._is_cached = is_cached
         self._jobs = jobs.by_id
-        self._sessions = sessions.by_id
+        self._sessions = sessions.taking
         self._isolation = isolation
         self._shortlist = shortlist
         self._dispatcher = dispatcher

@@ -111,8 +111,8 @@ def lost(job: Job) -> MotetError:
 def no_worker_came(job: Job, grace_s: float) -> MotetError:
     """No worker attached in time to begin with the request, or to go on with it."""
     if job.has_run:
-        return WorkerLost(f"no worker attached within {grace_s:g} s to go on with the request; send it again")
-    return NoWorker(f"no worker attached within {grace_s:g} s; try again in a moment")
+        return WorkerLost(f"no worker took requests for {grace_s:g} s, to go on with this one; send it again")
+    return NoWorker(f"no worker took requests for {grace_s:g} s; try again in a moment")
 
 
 def poisoned(job: Job) -> MotetError:

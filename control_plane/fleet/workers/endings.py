@@ -12,6 +12,7 @@ class EndCause(enum.Enum):
 
     LEFT = "left"  # the worker said that it leaves
     CLOSED = "closed"  # the control plane shuts down, or the same process attached again
+    DRAINED = "drained"  # an operator takes its requests away; it attaches again
     LOST = "lost"  # its stream broke or ended unannounced, or it fell silent: its process may be dead
     FAULT = "fault"  # the worker said that it cannot go on
     HUNG_STEP = "hung step"  # a step does not end
@@ -27,6 +28,7 @@ class EndCause(enum.Enum):
         return self not in (
             EndCause.LEFT,
             EndCause.CLOSED,
+            EndCause.DRAINED,
             EndCause.HUNG_LOAD,
             EndCause.REFUSED,
             EndCause.SICK,
@@ -35,7 +37,13 @@ class EndCause(enum.Enum):
     @property
     def blames_worker(self) -> bool:
         """Whether the worker may be the reason."""
-        return self not in (EndCause.LEFT, EndCause.CLOSED, EndCause.REFUSED, EndCause.INTERNAL_ERROR)
+        return self not in (
+            EndCause.LEFT,
+            EndCause.CLOSED,
+            EndCause.DRAINED,
+            EndCause.REFUSED,
+            EndCause.INTERNAL_ERROR,
+        )
 
     @property
     def code(self) -> grpc.StatusCode | None:
@@ -50,6 +58,7 @@ class EndCause(enum.Enum):
 _CODES: dict[EndCause, grpc.StatusCode | None] = {
     EndCause.LEFT: None,
     EndCause.CLOSED: grpc.StatusCode.UNAVAILABLE,
+    EndCause.DRAINED: grpc.StatusCode.UNAVAILABLE,
     EndCause.LOST: grpc.StatusCode.UNAVAILABLE,
     EndCause.FAULT: None,
     EndCause.HUNG_STEP: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -82,6 +83,7 @@ class FakeFleet(Fleet):
         self.unload_gate: asyncio.Event | None = None  # unload waits for it
         self.unload_begun = asyncio.Event()
         self.pinned: set[str] = set()
+        self.drains: Any = SimpleNamespace(worker_ids=["w1", "w7"])
         self._ids = itertools.count(1)
 
     def next_request_id(self) -> RequestId:

@@ -38,6 +38,7 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
         host_cache_available=True,
     )
     assert response.server_version == motet.__version__
+    assert response.drained_worker_ids == ["w1", "w7"]
     api.weights.error = "Redis refuses: no"
     response = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
     assert (response.adapters.host_cache_available, response.adapters.host_cache_error) == (False, "Redis refuses: no")

@@ -29,6 +29,7 @@ from tests.hostile.bad_inputs import (
     residency,
     uploads,
     worker_port,
+    workers,
 )
 from tests.hostile.bad_inputs.case import OK, Case, problems, send
 from tests.hostile.bad_inputs.facts import WORKER_FLAGS, Facts, make_facts
@@ -41,6 +42,7 @@ CLIENT_TABLES: dict[str, Callable[[Facts], Iterator[Case]]] = {
     "pooling": pooling.cases,
     "adapter_calls": adapter_calls.cases,
     "residency": residency.cases,
+    "workers": workers.cases,
     "uploads": uploads.cases,
     "lora_tasks": lora_tasks.cases,
     "pushes": pushes.cases,

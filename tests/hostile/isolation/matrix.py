@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from motet.v1 import (
     adapters_pb2,
+    fleet_pb2,
     generation_pb2,
     model_pb2,
     pooling_pb2,
@@ -233,6 +234,8 @@ _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] 
     ],
     "LoadAdapter": _named(residency_pb2.LoadAdapterRequest, digest="digest"),
     "UnloadAdapter": _named(residency_pb2.UnloadAdapterRequest, digest="digest"),
+    "DrainWorker": lambda things, _files: [[fleet_pb2.DrainWorkerRequest(worker_id=things.adapter_id)]],
+    "UndrainWorker": lambda things, _files: [[fleet_pb2.UndrainWorkerRequest(worker_id=things.adapter_id)]],
     "GetStatus": _plain(status_pb2.GetStatusRequest()),
     "GetOperation": _operation(operations_pb2.GetOperationRequest),
     "ListOperations": lambda things, _files: [

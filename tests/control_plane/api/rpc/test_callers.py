@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from motet.v1 import (
     adapters_pb2,
+    fleet_pb2,
     generation_pb2,
     model_pb2,
     pooling_pb2,
@@ -61,6 +62,7 @@ _CLIENT_FILES = (
     pooling_pb2,
     adapters_pb2,
     push_pb2,
+    fleet_pb2,
     residency_pb2,
     status_pb2,
     verify_pb2,

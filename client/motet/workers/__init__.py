@@ -1,0 +1,1 @@
+"""Workers: the calls as data, and the commands."""
