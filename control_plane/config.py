@@ -28,6 +28,7 @@ from control_plane.adapters.sources.locations import remote_root
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
 from control_plane.scheduler.settings import Policy, SchedulerSettings
+from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 DTYPES = ("auto", *ITEMSIZE)
 HOST_CACHES = ("redis", "memory")
@@ -126,6 +127,14 @@ class ServerConfig:
         "prompt tokens of requests that may wait; more are refused", _FLEET.max_waiting_tokens, unit="a count"
     )
     plan_depth: int = setting("plans in flight to a worker", _FLEET.plan_depth, unit="a count")
+    min_plan_steps: int = setting(
+        f"decode steps of a plan, at least, where nothing could be decided between them; "
+        f"{MAX_PLAN_STEPS} for workers with --speculative",
+        _FLEET.min_plan_steps,
+        unit="a count",
+        lowest=1,
+        highest=MAX_PLAN_STEPS,
+    )
     heartbeat_interval_ms: int = setting("time between heartbeats", _FLEET.heartbeat_interval_ms, unit="milliseconds")
     dead_after_ms: int = setting(
         "a worker that is silent for this long is dead", _FLEET.dead_after_ms, unit="milliseconds"

@@ -134,6 +134,11 @@ class WorkerConfig:
         shown_default="auto, on with CUDA",
         choices=("auto", "on", "off"),
     )
+    speculative: str = setting(
+        "drafts for the later steps of a plan: off, or ngram (what followed the same tokens before in the request)",
+        "off",
+        choices=("off", "ngram"),
+    )
     native_code: str = setting(
         "native code for the CPU, compiled once if gcc or clang is found: on or off", "on", choices=("on", "off")
     )

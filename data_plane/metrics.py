@@ -35,6 +35,8 @@ class WorkerMetrics:
         self._failed_rows = Counter(
             "motet_step_failed_rows", "Rows whose logits or vectors were not finite.", registry=registry
         )
+        self._drafted = Counter("motet_drafted_tokens", "Draft tokens that steps verified.", registry=registry)
+        self._accepted = Counter("motet_accepted_tokens", "Draft tokens that were accepted.", registry=registry)
         self._moved_blocks = Counter(
             "motet_moved_kv_blocks", "KV blocks moved to and from host memory.", registry=registry
         )
@@ -67,6 +69,9 @@ class WorkerMetrics:
             self._tokens["prefill"].inc(num_prefill_tokens)
         if len(output.failed_rows):
             self._failed_rows.inc(len(output.failed_rows))
+        if output.num_drafted:
+            self._drafted.inc(output.num_drafted)
+            self._accepted.inc(output.num_accepted)
         if output.num_moved_blocks:
             self._moved_blocks.inc(output.num_moved_blocks)
             self._move_time.inc(output.move_time_us / 1e6)

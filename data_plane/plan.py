@@ -123,6 +123,7 @@ class StepPlan:
     fed_tokens: Int32Array = field(default_factory=no_pairs)  # [n, 2] (row, token id) of host-fed rows that decode
     swap_outs: Int32Array = field(default_factory=no_pairs)  # [n, 2] (block, host block)
     swap_ins: Int32Array = field(default_factory=no_pairs)  # [n, 2] (host block, block)
+    num_more: int = 0  # steps that follow in the same message, in which the same rows decode on
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,8 @@ class StepOutput:
     move_time_us: int = 0  # of these moves
     pooled: list[PooledRow] = field(default_factory=list)  # of the rows with `pooling` among `rows`, in their order
     unconstrained_rows: Int32Array = field(default_factory=no_rows)  # those of failed_rows whose constraint failed
+    num_drafted: int = 0  # draft tokens that the step verified
+    num_accepted: int = 0  # of these
 
 
 class TargetKind(Enum):

@@ -68,7 +68,11 @@ def decode_steps(message: plan_pb2.StepPlan, constraint_of: ConstraintOf = _no_c
         raise PlanRefused(f"num_steps: {message.num_steps} is above {_MAX_STEPS}")
     if message.num_steps > 1 and len(first.fed_tokens):
         raise PlanRefused(f"fed_tokens and num_steps {message.num_steps}: a fed row cannot decode on by itself")
-    return [first, *(StepPlan(first.step_id + index) for index in range(1, message.num_steps))]
+    if message.num_steps <= 1:
+        return [first]
+    last = message.num_steps - 1
+    more = [StepPlan(first.step_id + index, num_more=last - index) for index in range(1, message.num_steps)]
+    return [replace(first, num_more=last), *more]
 
 
 def decode_plan(message: plan_pb2.StepPlan, constraint_of: ConstraintOf = _no_constraint) -> StepPlan:

@@ -21,7 +21,14 @@ MAX_ADAPTER_BYTES = 1 << 30
 
 
 def make_engine(
-    model_dir: Path, *, threads: int | None, max_rows: int, tokens_per_row: int, arena_bytes: int, native_code: str
+    model_dir: Path,
+    *,
+    threads: int | None,
+    max_rows: int,
+    tokens_per_row: int,
+    arena_bytes: int,
+    native_code: str,
+    speculative: str = "off",
 ) -> TorchEngine:
     """An engine with room for `max_rows` rows of that many tokens, and for a prefill of 1024."""
     block_size = 16
@@ -37,6 +44,7 @@ def make_engine(
         arena_bytes=arena_bytes,
         threads=threads,
         native_code=native_code,
+        speculative=speculative,
     )
     return build_engine(config)
 

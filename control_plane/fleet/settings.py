@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from control_plane.fleet.tenants import TenantTable
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
+from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 MIN_WORK_TIMEOUT_S = 1.0  # of steps and loads: far above the time between two heartbeats
 
@@ -41,6 +42,9 @@ class FleetSettings:
     # Prompt tokens of requests without a generated token; above this, the same. About 36 bytes each.
     max_waiting_tokens: int = 8 << 20
     plan_depth: int = 2  # plans in flight at a worker
+    # Decode steps that a plan stands for where nothing could be decided between them, at least. Workers that draft
+    # tokens (--speculative) do so for the later steps of a plan.
+    min_plan_steps: int = 1
     heartbeat_interval_ms: int = 500  # either side, milliseconds
     dead_after_ms: int = 2000  # a worker that is silent for this long is dead, milliseconds
     # A step hangs that takes longer than this, and than 20 times what the latest steps would take for as many tokens;
@@ -63,6 +67,8 @@ class FleetSettings:
         for name in ("max_waiting_requests", "max_waiting_tokens", "plan_depth", "heartbeat_interval_ms"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
+        if not 1 <= self.min_plan_steps <= MAX_PLAN_STEPS:
+            raise ValueError(f"min_plan_steps: {self.min_plan_steps} is not between 1 and {MAX_PLAN_STEPS}")
         if self.dead_after_ms < 2 * self.heartbeat_interval_ms:
             raise ValueError(
                 f"dead_after_ms: {self.dead_after_ms} is below two heartbeat intervals "

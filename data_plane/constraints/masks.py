@@ -121,6 +121,17 @@ class ConstraintRows:
             if row.matcher is not None and not row.matcher.consume_token(int(token_ids[index])):
                 row.error = row.matcher.get_error()
 
+    def forced(self, rows: _Indices) -> dict[int, list[int]]:
+        """By row, the tokens that its grammar forces next, where it forces any. No mask is being computed."""
+        if not self._rows:
+            return {}
+        found = {}
+        for number in rows.tolist():
+            row = self._rows.get(number)
+            if row is not None and row.matcher is not None and not row.error:
+                found[number] = row.matcher.compute_ff_tokens()
+        return {number: tokens for number, tokens in found.items() if tokens}
+
     def _submit(self, task: Callable[[], _T]) -> Future[_T]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")

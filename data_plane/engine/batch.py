@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,9 +11,29 @@ from data_plane.adapters.step.further_columns import FurtherColumns
 from data_plane.engine.logprobs import LogprobsRequest
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.errors import PlanRefused
-from data_plane.plan import Int32Array
+from data_plane.plan import Int32Array, PooledRow, RowLogprobs, no_rows
 from kernels.devices import upload
 from kernels.paged_attention import AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Draft tokens of the rows of a pass."""
+
+    counts: Int64Array  # [num_rows] of each row, 0 and more
+    token_ids: Int64Array  # [sum of counts] in the order of the rows
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """What one forward pass brings the rows (see StepOutput)."""
+
+    rows: Int32Array = field(default_factory=no_rows)
+    token_ids: Int32Array = field(default_factory=no_rows)
+    failed_rows: Int32Array = field(default_factory=no_rows)
+    sampled_logprobs: list[RowLogprobs] = field(default_factory=list)
+    pooled: list[PooledRow] = field(default_factory=list)
+    unconstrained_rows: Int32Array = field(default_factory=no_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +57,7 @@ class StepBatch:
     ended_rows: Int64Array  # [n] both, in the step's order
     written_blocks: Int64Array  # blocks that get a token's KV
     # int64 on the device: indices of the tokens whose logits are kept. First the last token of each sampled row,
-    # then, for prompt log-probabilities, the token before each requested token.
+    # then, for prompt log-probabilities, the token before each requested token. In a pass with drafts: every token.
     kept: torch.Tensor
     prompt_requests: list[LogprobsRequest]
 
@@ -50,18 +70,21 @@ def build_batch(
     *,
     num_prompt_logprobs: Int64Array,
     is_pooling: BoolArray,
+    drafts: Drafts | None = None,
 ) -> StepBatch | None:
     """The pass that the decoding rows and the prefills (row, number of tokens) make, None if it has no token.
 
     last_tokens int64 [max_rows] on the device holds what each row feeds next; num_prompt_logprobs [max_rows] is -1 for
-    rows that want none; is_pooling [max_rows] marks the rows that return vectors. Raises PlanRefused where a row lacks
-    blocks, or two tokens have one KV position.
+    rows that want none; is_pooling [max_rows] marks the rows that return vectors. `drafts` are of the decoding rows, in
+    a pass without prefills. Raises PlanRefused where a row lacks blocks, or two tokens have one KV position.
     """
     prefilled = prefills[:, 0].astype(np.int64)
     step_rows = np.concatenate([decoding, prefilled])
     if len(step_rows) == 0:
         return None
-    counts = np.concatenate([np.ones(len(decoding), dtype=np.int64), prefills[:, 1].astype(np.int64)])
+    assert drafts is None or len(prefilled) == 0, "a pass with drafts has a prefill"
+    decoded = np.ones(len(decoding), dtype=np.int64) if drafts is None else 1 + drafts.counts
+    counts = np.concatenate([decoded, prefills[:, 1].astype(np.int64)])
     start = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=start[1:])
     num_tokens = int(start[-1])
@@ -77,10 +100,10 @@ def build_batch(
     device = last_tokens.device
     token_slots, further = rows.adapters.of_tokens(token_rows, positions)
     every = token_slots if further is None else np.concatenate([token_slots, *further.every])
-    is_ending = ends == rows.num_known[step_rows]
+    is_ending = ends >= rows.num_known[step_rows]
     is_sampling = is_ending & ~is_pooling[step_rows]
     sampled_rows = step_rows[is_sampling]
-    kept = start[1:][is_sampling] - 1
+    kept = start[1:][is_sampling] - 1 if drafts is None else np.arange(num_tokens)
     prompt_requests: list[LogprobsRequest] = []
     if (num_prompt_logprobs[prefilled] >= 0).any():
         prompt_requests, indices = _requested_prompt_logprobs(
@@ -92,7 +115,9 @@ def build_batch(
         rows=step_rows,
         num_tokens=counts,
         starts=start[:-1],
-        input_ids=_input_ids(rows, prefills, decoding, last_tokens),
+        input_ids=_input_ids(rows, prefills, decoding, last_tokens)
+        if drafts is None
+        else _with_drafts(drafts, start, decoding, last_tokens),
         position_ids=upload(positions, device),
         kv_positions=upload(kv_positions, device),
         attention=AttentionBatch.build(
@@ -145,6 +170,19 @@ def _input_ids(rows: Rows, prefills: Int32Array, decoding: Int64Array, last_toke
         chunks.append(rows.token_ids[row][begin : begin + count])
     known = upload(np.concatenate(chunks).astype(np.int64), last_tokens.device)
     return torch.cat([fed_back, known])
+
+
+def _with_drafts(drafts: Drafts, start: Int64Array, decoding: Int64Array, last_tokens: torch.Tensor) -> torch.Tensor:
+    """The fed-back token of each decoding row, and its drafts behind it."""
+    first = start[:-1]
+    token_ids = np.zeros(int(start[-1]), dtype=np.int64)
+    is_draft = np.ones(len(token_ids), dtype=np.bool_)
+    is_draft[first] = False
+    token_ids[is_draft] = drafts.token_ids
+    device = last_tokens.device
+    input_ids = upload(token_ids, device)
+    input_ids[upload(first, device)] = last_tokens[upload(decoding, device)]
+    return input_ids
 
 
 def _requested_prompt_logprobs(

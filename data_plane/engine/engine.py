@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,13 +13,14 @@ from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.scaled_columns import ScaledColumns
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.constraints.masks import ConstraintRows, Masks, forbid, maskable
-from data_plane.engine.batch import StepBatch, build_batch, split_prefills
+from data_plane.engine.batch import Drafts, PassOutput, StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
 from data_plane.engine.logprobs import LogprobsRequest, compute_logprobs, joined
 from data_plane.engine.pooling import Pooler, split_finite
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.engine.sampler import Sampler, SamplerStats
+from data_plane.engine.speculation import Speculation
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import (
@@ -32,7 +33,7 @@ from data_plane.plan import (
     StepOutput,
     StepPlan,
     Vocabulary,
-    no_rows,
+    no_pairs,
 )
 from data_plane.spans import span
 from kernels.devices import upload
@@ -60,18 +61,6 @@ class EngineStats:
     sampler: SamplerStats
 
 
-@dataclass(frozen=True, slots=True)
-class _PassOutput:
-    """What one forward pass brings the rows (see StepOutput)."""
-
-    rows: Int32Array = field(default_factory=no_rows)
-    token_ids: Int32Array = field(default_factory=no_rows)
-    failed_rows: Int32Array = field(default_factory=no_rows)
-    sampled_logprobs: list[RowLogprobs] = field(default_factory=list)
-    pooled: list[PooledRow] = field(default_factory=list)
-    unconstrained_rows: Int32Array = field(default_factory=no_rows)
-
-
 class TorchEngine:
     """Executes step plans on a loaded model. Keeps rows, KV and the last sampled tokens; plans make all decisions."""
 
@@ -84,6 +73,7 @@ class TorchEngine:
         host_blocks: HostBlocks | None = None,
         *,
         prompt_logits_bytes: int = PROMPT_LOGITS_BYTES,
+        speculates: bool = False,
     ) -> None:
         self.capacities = capacities
         self.slots: AdapterSlots = arena
@@ -105,6 +95,16 @@ class TorchEngine:
         self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
         self._constraints = ConstraintRows(capacities.vocab_size)
         self._pooler = Pooler(max_rows=capacities.max_rows, hidden_width=capacities.hidden_width, heads=arena)
+        self._speculation: Speculation | None = None
+        if speculates:
+            self._speculation = Speculation(
+                self._rows,
+                self._constraints,
+                max_step_tokens=capacities.max_step_tokens,
+                build=lambda decoding, drafts: self._build(decoding, drafts=drafts),
+                forward=lambda batch: self._forward(batch)[0],
+                sample=self._sample,
+            )
         self._last_tokens = torch.zeros(capacities.max_rows, dtype=torch.int64, device=device)
         self._most_prompt_logits = max(prompt_logits_bytes // (4 * capacities.vocab_size), 1)
 
@@ -117,6 +117,13 @@ class TorchEngine:
         num_tokens, most = len(decoding) + int(plan.prefills[:, 1].sum()), self.capacities.max_step_tokens
         if num_tokens > most:
             raise PlanRefused(f"the step has {num_tokens} tokens, at most {most} are allowed")
+        if self._speculation is not None and self._speculation.applies(plan, decoding):
+            with torch.inference_mode():
+                result = self._speculation.step(plan, decoding)
+            moved = (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
+            return replace(
+                result, step_time_us=_microseconds(started), num_moved_blocks=moved[0], move_time_us=moved[1]
+            )
         wants_logprobs = self._sampler.num_prompt_logprobs[plan.prefills[:, 0]] >= 0
         pieces, prefills = split_prefills(plan.prefills, wants_logprobs, most=self._most_prompt_logits)
         prompt_logprobs: list[RowLogprobs] = []
@@ -151,6 +158,8 @@ class TorchEngine:
         self._sampler.clear()
         self._pooler.clear()
         self._constraints.clear()
+        if self._speculation is not None:
+            self._speculation.clear()
         self.arena.clear()
 
     def inspect(self, row: int) -> RowState:
@@ -178,6 +187,8 @@ class TorchEngine:
             self._sampler.free(freed)
             self._pooler.free(freed)
             self._constraints.free(freed)
+            if self._speculation is not None:
+                self._speculation.free(freed)
         for new in plan.new_rows:
             self._check_adapters(new)
             num_tokens = None if new.slot is None else self.arena.num_tokens(new.slot)
@@ -185,6 +196,8 @@ class TorchEngine:
             self._sampler.add(new, num_tokens)
             self._pooler.add(new)
             self._constraints.add(new)
+            if self._speculation is not None:
+                self._speculation.add(new)
         if len(plan.appended_blocks):
             rows.append_blocks(plan.appended_blocks)
         if len(plan.paused_rows) or len(plan.resumed_rows):
@@ -223,27 +236,33 @@ class TorchEngine:
             if new.adapters is not None and self.arena.replaces_rows(slot):
                 raise PlanRefused(f"new row {new.row} combines or scales slot {slot}, whose adapter replaces rows")
 
-    def _pass(self, decoding: Int64Array, prefills: Int32Array, prompt_logprobs: list[RowLogprobs]) -> _PassOutput:
+    def _pass(self, decoding: Int64Array, prefills: Int32Array, prompt_logprobs: list[RowLogprobs]) -> PassOutput:
         """One forward pass, its tokens and vectors. Appends to prompt_logprobs those of the pass's prompts."""
-        with span("build the batch"):
-            batch = build_batch(
-                self._rows,
-                decoding,
-                prefills,
-                self._last_tokens,
-                num_prompt_logprobs=self._sampler.num_prompt_logprobs,
-                is_pooling=self._pooler.is_pooling,
-            )
+        batch = self._build(decoding, prefills)
         if batch is None:
-            return _PassOutput()
+            return PassOutput()
         masks = self._constraints.begin(batch.sampled_rows, self._positions(batch.sampled_rows))
         with span("forward"):
             logits, pooled = self._forward(batch)
         num_sampled = len(batch.sampled_rows)
         with span("sample"):
             prompt_logprobs += self._logprobs(logits[num_sampled:], batch.prompt_requests)
-            output = self._sample(batch, logits[:num_sampled], None if masks is None else masks.result())
+            output = self._sample(batch.sampled_rows, logits[:num_sampled], None if masks is None else masks.result())
         return output if len(batch.pooled_rows) == 0 else self._with_pooled(batch, output, pooled)
+
+    def _build(
+        self, decoding: Int64Array, prefills: Int32Array | None = None, drafts: Drafts | None = None
+    ) -> StepBatch | None:
+        with span("build the batch"):
+            return build_batch(
+                self._rows,
+                decoding,
+                no_pairs() if prefills is None else prefills,
+                self._last_tokens,
+                num_prompt_logprobs=self._sampler.num_prompt_logprobs,
+                is_pooling=self._pooler.is_pooling,
+                drafts=drafts,
+            )
 
     def _forward(self, batch: StepBatch) -> tuple[torch.Tensor, list[PooledRow]]:
         """The forward pass; advances the rows. Logits of the tokens that the batch keeps, and vectors of its rows."""
@@ -271,7 +290,7 @@ class TorchEngine:
         rows.num_computed[batch.rows] += batch.num_tokens
         return logits, [] if hidden is None else self._pooler.take(batch, hidden)
 
-    def _with_pooled(self, batch: StepBatch, output: _PassOutput, pooled: list[PooledRow]) -> _PassOutput:
+    def _with_pooled(self, batch: StepBatch, output: PassOutput, pooled: list[PooledRow]) -> PassOutput:
         """The output with the vectors of the rows that return one, in the step's order. These rows stay idle."""
         rows = self._rows
         returned, failed = split_finite(pooled)
@@ -282,22 +301,24 @@ class TorchEngine:
         ended = batch.ended_rows[~np.isin(batch.ended_rows, all_failed)].astype(np.int32)
         tokens = np.zeros(len(ended), dtype=np.int32)
         tokens[np.isin(ended, output.rows)] = output.token_ids
-        return _PassOutput(ended, tokens, all_failed, output.sampled_logprobs, returned, output.unconstrained_rows)
+        return PassOutput(ended, tokens, all_failed, output.sampled_logprobs, returned, output.unconstrained_rows)
 
     def _positions(self, sampled: Int64Array) -> Int64Array:
         """Of the tokens that the rows sample next, in their completions from 0: each is behind all known ones."""
         return self._rows.num_known[sampled] - self._rows.num_prompt[sampled]
 
-    def _sample(self, batch: StepBatch, logits: torch.Tensor, masks: Masks | None) -> _PassOutput:
+    def _sample(self, sampled: Int64Array, logits: torch.Tensor, masks: Masks | None) -> PassOutput:
         """A token for each row that samples."""
-        rows, sampled = self._rows, batch.sampled_rows
+        rows = self._rows
         if len(sampled) == 0:
-            return _PassOutput()
+            return PassOutput()
         # Worker and control plane count a token for a row that is not finite, so that they agree on what decodes. The
         # token itself is not returned.
         tokens, finite, returned = self._draw(logits, sampled, self._positions(sampled), masks)
         self._last_tokens[upload(sampled, tokens.device)] = tokens
         on_host, is_finite = _fetch(tokens, finite)
+        if self._speculation is not None:
+            self._speculation.note(sampled, on_host)
         numbers, failed = sampled.astype(np.int32), np.zeros(len(sampled), dtype=np.bool_)
         if masks is not None:
             self._constraints.advance(masks, sampled, on_host)
@@ -320,7 +341,7 @@ class TorchEngine:
                 for i in indices
             ]
             logprobs = self._logprobs(returned[upload(indices, logits.device)], requests)
-        return _PassOutput(
+        return PassOutput(
             numbers[is_finite],
             on_host[is_finite],
             numbers[~is_finite],

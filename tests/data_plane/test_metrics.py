@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -55,7 +56,7 @@ def test_steps_are_counted_by_kind_with_rows_and_tokens() -> None:
     on_step(make_plan(prefills=[(0, 4), (1, 8)]), output([0, 1]))  # two prompts end
     on_step(make_plan(prefills=[(2, 5)]), output([0, 1, 2]))  # one ends beside two that decode
     on_step(make_plan(), output([0, 1], failed=[2], moved=3))
-    on_step(make_plan(), output([]))
+    on_step(make_plan(), replace(output([]), num_drafted=3, num_accepted=2))
     values = shown.values()
     kinds = {kind: values["motet_step_seconds_count", kind] for kind in ("prefill", "mixed", "decode", "empty")}
     assert kinds == {"prefill": 2, "mixed": 1, "decode": 1, "empty": 1}
@@ -63,6 +64,7 @@ def test_steps_are_counted_by_kind_with_rows_and_tokens() -> None:
     assert values["motet_step_tokens_total", "prefill"] == 33 and values["motet_step_rows_total", "prefill"] == 4
     assert values["motet_step_tokens_total", "decode"] == 5 and values["motet_step_rows_total", "decode"] == 5
     assert values["motet_step_failed_rows_total", ""] == 1
+    assert values["motet_drafted_tokens_total", ""] == 3 and values["motet_accepted_tokens_total", ""] == 2
     assert values["motet_moved_kv_blocks_total", ""] == 3
     assert values["motet_move_seconds_total", ""] == pytest.approx(0.0015)
     shown.port.close()

@@ -27,14 +27,15 @@ _TURNAROUND_WEIGHT = 1 / 16  # of the latest one in the running mean
 class RoundTrip:
     """Measures one session."""
 
-    def __init__(self, plan_depth: int) -> None:
+    def __init__(self, plan_depth: int, min_steps: int = 1) -> None:
         self._plan_depth = plan_depth
+        self._min_steps = min_steps
         self._num_pings = 0
         self._sent_s: dict[int, float] = {}  # sequence -> when sent; pings without a pong
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self._steps_us: deque[int] = deque(maxlen=_NUM_STEPS)
         self._turnaround_s = 0.0
-        self.max_steps = 1  # steps that a plan may stand for
+        self.max_steps = min_steps  # steps that a plan may stand for
 
     def ping(self, now_s: float) -> int:
         """Sequence number of a ping that is sent at this time."""
@@ -71,7 +72,7 @@ class RoundTrip:
 
     def _update_max_steps(self) -> None:
         if len(self._steps_us) >= MIN_STEPS and self._round_trips_s:
-            self.max_steps = self.steps_to_hide()
+            self.max_steps = max(self._min_steps, self.steps_to_hide())
 
     def steps_to_hide(self) -> int:
         """Steps that a plan must stand for so that the worker never waits, as far as MAX_PLAN_STEPS allows."""

@@ -103,7 +103,7 @@ class WorkerSession:
 
         self._begun_s = clock()
         self._last_heard_s = awake()
-        self._round_trip = RoundTrip(settings.plan_depth)
+        self._round_trip = RoundTrip(settings.plan_depth, settings.min_plan_steps)
         self.steps = StepRecord()
         self._resident_bytes = 0
         self._sent_constraints = SentConstraints()

@@ -73,3 +73,12 @@ def test_a_pong_to_no_open_ping_is_not_taken() -> None:
     assert not round_trip.pong(sequence + 1, 1.1)
     assert round_trip.pong(sequence, 1.1)
     assert not round_trip.pong(sequence, 1.2)
+
+
+def test_a_plan_stands_for_no_fewer_steps_than_the_setting() -> None:
+    round_trip = RoundTrip(2, min_steps=3)
+    assert round_trip.max_steps == 3
+    for _ in range(MIN_STEPS):
+        round_trip.step(1_000_000, 0.0)
+    assert round_trip.pong(round_trip.ping(0.0), 0.001)
+    assert round_trip.steps_to_hide() == 1 and round_trip.max_steps == 3

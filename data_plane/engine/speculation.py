@@ -1,0 +1,240 @@
+"""Speculative decoding of the steps of one plan: drafts of each row's next tokens, and the results that came early.
+
+A plan of several steps grants each row that many tokens, blocks included. One pass verifies drafts for the steps that
+follow; what it accepts is kept here and returned as the results of these steps. At the end of a plan nothing is kept:
+rows, KV and results are those of an engine that does not speculate.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from data_plane.constraints.masks import ConstraintRows, Masks
+from data_plane.engine.batch import Drafts, PassOutput, StepBatch
+from data_plane.engine.rows import Int64Array, Rows
+from data_plane.plan import Int32Array, NewRow, RowLogprobs, StepOutput, StepPlan
+from data_plane.spans import span
+from kernels.devices import upload
+
+# Tokens of a row in which its last ones are searched: about 10 us on one core of an EPYC.
+WINDOW = 8192
+_LONGEST, _SHORTEST = 3, 2  # tokens that must be found again for a draft
+_WEIGHT = 0.25  # of the latest pass in a row's share of accepted drafts
+_LEAST_SHARE = 0.3  # of drafts accepted; below it a row stops drafting
+_SHARE_AFTER_PAUSE = 0.4  # so that two bad passes end the retry
+_MOST_DRAFTS = 16
+FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # tokens until a row that stopped drafts again; doubled each time
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyToken:
+    """The result of one row for one step."""
+
+    token_id: int
+    is_failed: bool = False
+    is_unconstrained: bool = False  # its constraint failed
+    logprobs: RowLogprobs | None = None
+
+
+@dataclass(slots=True)
+class DraftRow:
+    """What is known of one row that may draft."""
+
+    tokens: Int32Array  # [capacity] prompt and completion
+    num_tokens: int
+    share: float = 1.0  # running mean of the drafts accepted, of 1
+    pause: int = 0  # tokens left until it drafts again
+    next_pause: int = FIRST_PAUSE
+    early: deque[EarlyToken] = field(default_factory=deque)  # results ahead of the plan's steps
+
+    def append(self, token_id: int) -> None:
+        """The row sampled a token."""
+        if self.num_tokens == len(self.tokens):
+            self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
+        self.tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+        self.pause = max(self.pause - 1, 0)
+
+    def note_verified(self, share: float) -> None:
+        """A pass accepted this share of the row's drafts. A row that gains too little pauses, and longer each time."""
+        self.share += (share - self.share) * _WEIGHT
+        if self.share < _LEAST_SHARE:
+            self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, _LONGEST_PAUSE)
+            self.share = _SHARE_AFTER_PAUSE
+        elif share == 1:
+            self.next_pause = FIRST_PAUSE
+
+    def look_up(self) -> list[int]:
+        """What followed the row's last tokens where they occurred before, at the latest place; empty: nowhere."""
+        if self.pause > 0:
+            return []
+        tokens = self.tokens[max(self.num_tokens - WINDOW, 0) : self.num_tokens]
+        for length in range(_LONGEST, _SHORTEST - 1, -1):
+            if len(tokens) <= length:
+                continue
+            ends = np.flatnonzero(tokens[length - 1 : -1] == tokens[-1]) + length - 1
+            for back in range(1, length):
+                ends = ends[tokens[ends - back] == tokens[-1 - back]]
+            if len(ends):
+                following: list[int] = tokens[int(ends[-1]) + 1 :][:_MOST_DRAFTS].tolist()
+                # What is followed by fewer tokens than a draft may have is a loop, which goes on as before.
+                return (following * _MOST_DRAFTS)[:_MOST_DRAFTS]
+        return []
+
+
+class Speculation:
+    """The rows of an engine that drafts, and the engine's parts that a pass needs."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        constraints: ConstraintRows,
+        *,
+        max_step_tokens: int,
+        build: Callable[[Int64Array, Drafts], StepBatch | None],
+        forward: Callable[[StepBatch], torch.Tensor],
+        sample: Callable[[Int64Array, torch.Tensor, Masks | None], PassOutput],
+    ) -> None:
+        """`build` makes the pass of decoding rows with drafts, `forward` computes its logits and advances the rows,
+        `sample` draws the next token of rows from their logits."""
+        self._engine_rows = rows
+        self._constraints = constraints
+        self._max_step_tokens = max_step_tokens
+        self._build = build
+        self._forward = forward
+        self._sample = sample
+        self._rows: dict[int, DraftRow] = {}
+        self._num_drafted = 0  # of the step
+        self._num_accepted = 0  # of these
+
+    def add(self, new: NewRow) -> None:
+        """Begin a row. Rows whose tokens are chosen elsewhere, or that return vectors, never draft."""
+        if new.is_host_fed or new.pooling is not None:
+            return
+        tokens = np.zeros(max(2 * len(new.token_ids), 64), dtype=np.int32)
+        tokens[: len(new.token_ids)] = new.token_ids
+        self._rows[new.row] = DraftRow(tokens, len(new.token_ids))
+
+    def free(self, rows: Int32Array) -> None:
+        """End rows."""
+        for row in rows.tolist():
+            self._rows.pop(row, None)
+
+    def clear(self) -> None:
+        """End every row."""
+        self._rows.clear()
+
+    def note(self, rows: Int64Array, token_ids: Int32Array) -> None:
+        """Rows sampled a token each."""
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            if (state := self._rows.get(row)) is not None:
+                state.append(token_id)
+
+    def applies(self, plan: StepPlan, decoding: Int64Array) -> bool:
+        """Whether the step is one of several in which the same rows decode, or one that has results already."""
+        if len(plan.prefills) or len(decoding) == 0 or any(row not in self._rows for row in decoding.tolist()):
+            return False
+        return plan.num_more > 0 or bool(self._num_early(decoding).any())
+
+    def step(self, plan: StepPlan, decoding: Int64Array) -> StepOutput:
+        """The results of the step: those that came early, or those of a pass that verifies drafts for later steps."""
+        self._num_drafted = self._num_accepted = 0
+        early = self._num_early(decoding)
+        if (early == 0).any():
+            has_room = early <= plan.num_more  # the others have the results of all steps of the plan
+            self._pass(decoding[has_room], plan.num_more - early[has_room])
+        taken = [self._rows[row].early.popleft() for row in decoding.tolist()]
+        failed = np.array([token.is_failed for token in taken])
+        numbers, tokens = decoding.astype(np.int32), np.array([token.token_id for token in taken], dtype=np.int32)
+        return StepOutput(
+            plan.step_id,
+            numbers[~failed],
+            tokens[~failed],
+            numbers[failed],
+            0,
+            [token.logprobs for token in taken if token.logprobs is not None],
+            unconstrained_rows=numbers[[token.is_unconstrained for token in taken]],
+            num_drafted=self._num_drafted,
+            num_accepted=self._num_accepted,
+        )
+
+    def _num_early(self, rows: Int64Array) -> Int64Array:
+        return np.array([len(self._rows[row].early) for row in rows.tolist()], dtype=np.int64)
+
+    def _pass(self, decoding: Int64Array, most: Int64Array) -> None:
+        """One pass of the rows with at most `most` [n] drafts each; its results are kept."""
+        rows = self._engine_rows
+        room = rows.num_row_blocks[decoding] * rows.block_size - rows.num_computed[decoding] - 1
+        drafts = self._propose(decoding, np.minimum(most, room))
+        if len(decoding) + len(drafts.token_ids) > self._max_step_tokens:
+            drafts = Drafts(np.zeros_like(drafts.counts), drafts.token_ids[:0])
+        batch = self._build(decoding, drafts)
+        assert batch is not None, "a pass with drafts has no rows"
+        masks = self._begin_masks(decoding)
+        with span("forward"):
+            logits = self._forward(batch)
+        with span("sample"):
+            self._verify(batch, drafts, logits, None if masks is None else masks.result())
+        # What was rejected is written again by the plan's later steps, before anything may share it.
+        rows.num_computed[decoding] = rows.num_known[decoding] - 1
+
+    def _begin_masks(self, rows: Int64Array) -> Future[Masks] | None:
+        known = self._engine_rows
+        return self._constraints.begin(rows, known.num_known[rows] - known.num_prompt[rows])
+
+    def _propose(self, rows: Int64Array, most: Int64Array) -> Drafts:
+        """What a row's grammar forces, else what followed its last tokens before; at most `most` [n] tokens each."""
+        forced = self._constraints.forced(rows) if (most > 0).any() else {}
+        found = [
+            (forced.get(row) or self._rows[row].look_up())[:limit] if limit > 0 else []
+            for row, limit in zip(rows.tolist(), most.tolist(), strict=True)
+        ]
+        counts = np.array([len(drafts) for drafts in found], dtype=np.int64)
+        return Drafts(counts, np.array([token for drafts in found for token in drafts], dtype=np.int64))
+
+    def _verify(self, batch: StepBatch, drafts: Drafts, logits: torch.Tensor, masks: Masks | None) -> None:
+        """Sample each position as a step of its own would, as long as a row's drafts are what was sampled."""
+        first = np.cumsum(drafts.counts) - drafts.counts  # place of a row's first draft
+        num_accepted = np.zeros(len(batch.rows), dtype=np.int64)
+        alive = np.arange(len(batch.rows))
+        position = 0
+        while True:
+            sampled = batch.rows[alive]
+            if position:
+                begun = self._begin_masks(sampled)
+                masks = None if begun is None else begun.result()
+            at = batch.starts[alive] + position
+            tokens = self._keep(sampled, self._sample(sampled, logits[upload(at, logits.device)], masks))
+            has_draft = position < drafts.counts[alive]
+            alive, tokens = alive[has_draft], tokens[has_draft]
+            if len(alive):
+                alive = alive[drafts.token_ids[first[alive] + position] == tokens]
+            if not len(alive):
+                break
+            num_accepted[alive] += 1
+            position += 1
+        for row, drafted, accepted in zip(
+            batch.rows.tolist(), drafts.counts.tolist(), num_accepted.tolist(), strict=True
+        ):
+            if drafted:
+                self._rows[row].note_verified(accepted / drafted)
+        self._num_drafted += len(drafts.token_ids)
+        self._num_accepted += int(num_accepted.sum())
+
+    def _keep(self, sampled: Int64Array, output: PassOutput) -> Int64Array:
+        """Keep a token of each sampled row for the next step that has none. Their ids, -1 for rows that failed."""
+        token_ids = dict(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True))
+        logprobs = {entry.row: entry for entry in output.sampled_logprobs}
+        unconstrained = set(output.unconstrained_rows.tolist())
+        for row in sampled.tolist():
+            is_failed = row not in token_ids
+            self._rows[row].early.append(
+                EarlyToken(token_ids.get(row, 0), is_failed, row in unconstrained, logprobs.get(row))
+            )
+        return np.array([token_ids.get(row, -1) for row in sampled.tolist()], dtype=np.int64)
