@@ -110,6 +110,9 @@ def build_batch(
             rows, prefills, start[len(decoding) :], num_prompt_logprobs
         )
         kept = np.concatenate([kept, indices])
+    of_rows, query_start, context_lens = step_rows, start, ends
+    if drafts is not None:
+        of_rows, query_start, context_lens = _one_by_one(token_rows, positions)
     num_table_blocks = int(-(-ends.max() // rows.block_size))
     return StepBatch(
         rows=step_rows,
@@ -121,7 +124,7 @@ def build_batch(
         position_ids=upload(positions, device),
         kv_positions=upload(kv_positions, device),
         attention=AttentionBatch.build(
-            torch.from_numpy(rows.block_table[step_rows, :num_table_blocks]), start.tolist(), ends.tolist()
+            torch.from_numpy(rows.block_table[of_rows, :num_table_blocks]), query_start.tolist(), context_lens.tolist()
         ),
         token_slots=torch.from_numpy(token_slots),
         slots=np.unique(every[every >= 0]).tolist(),
@@ -183,6 +186,16 @@ def _with_drafts(drafts: Drafts, start: Int64Array, decoding: Int64Array, last_t
     input_ids = upload(token_ids, device)
     input_ids[upload(first, device)] = last_tokens[upload(decoding, device)]
     return input_ids
+
+
+def _one_by_one(token_rows: Int64Array, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Rows, query offsets and context lengths of attention that computes every token as a decode step would.
+
+    A row with 8 tokens computed and 2 drafts: three sequences over its blocks with one query each, of 9, 10 and 11
+    keys. A layer writes the keys of all tokens before attention reads any. One sequence with three queries would take
+    the kernel of prefills, which rounds otherwise in bfloat16: tokens would change.
+    """
+    return token_rows, np.arange(len(token_rows) + 1), positions + 1
 
 
 def _requested_prompt_logprobs(

@@ -59,6 +59,8 @@ class EngineStats:
 
     num_rows: int  # in use
     sampler: SamplerStats
+    num_drafted: int = 0  # draft tokens verified since the start
+    num_accepted: int = 0  # of these
 
 
 class TorchEngine:
@@ -175,7 +177,8 @@ class TorchEngine:
 
     def stats(self) -> EngineStats:
         """What the rows hold at present."""
-        return EngineStats(int(self._rows.is_used.sum()), self._sampler.stats())
+        drafts = (0, 0) if self._speculation is None else self._speculation.totals
+        return EngineStats(int(self._rows.is_used.sum()), self._sampler.stats(), *drafts)
 
     def _apply(self, plan: StepPlan) -> None:
         """The plan's differences, in the order of plan.proto."""

@@ -112,6 +112,7 @@ class Speculation:
         self._rows: dict[int, DraftRow] = {}
         self._num_drafted = 0  # of the step
         self._num_accepted = 0  # of these
+        self.totals = (0, 0)  # both since the start
 
     def add(self, new: NewRow) -> None:
         """Begin a row. Rows whose tokens are chosen elsewhere, or that return vectors, never draft."""
@@ -149,6 +150,7 @@ class Speculation:
         if (early == 0).any():
             has_room = early <= plan.num_more  # the others have the results of all steps of the plan
             self._pass(decoding[has_room], plan.num_more - early[has_room])
+        self.totals = self.totals[0] + self._num_drafted, self.totals[1] + self._num_accepted
         taken = [self._rows[row].early.popleft() for row in decoding.tolist()]
         failed = np.array([token.is_failed for token in taken])
         numbers, tokens = decoding.astype(np.int32), np.array([token.token_id for token in taken], dtype=np.int32)

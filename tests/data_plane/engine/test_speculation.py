@@ -92,7 +92,13 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def run(
-    engine: TorchEngine, requests: list[Request], *, num_steps: int, seed: int
+    engine: TorchEngine,
+    requests: list[Request],
+    *,
+    num_steps: int,
+    seed: int,
+    preempts: bool = True,
+    pauses: bool = True,
 ) -> tuple[list[StepOutput], list[Request]]:
     """Every step's output. Plan lengths, pauses and preemptions depend on the seed alone."""
     rng = random.Random(seed)
@@ -113,7 +119,7 @@ def run(
     paused: list[int] = []
     while len(outputs) < num_steps:
         step_id, num_more = len(outputs) + 1, rng.randrange(4)
-        victim = rng.choice(rows) if rng.random() < 0.15 and not paused else None
+        victim = rng.choice(rows) if preempts and rng.random() < 0.15 and not paused else None
         new = [] if victim is None else [requests[victim].new_row(victim)]
         if victim is not None:  # preempted by recompute
             num_more, held[victim] = 0, len(new[0].block_ids)
@@ -123,7 +129,7 @@ def run(
                 appended.append((row, row * BLOCKS_OF_ROW + held[row]))
                 held[row] += 1
         resumed = paused
-        paused = [row for row in rows[1:] if row not in resumed and row != victim and rng.random() < 0.1]
+        paused = [row for row in rows[1:] if row not in resumed and row != victim and pauses and rng.random() < 0.1]
         freed = [] if victim is None else [victim]
         prefills = [(entry.row, len(entry.token_ids)) for entry in new]
         plan = make_plan(
