@@ -48,10 +48,20 @@ class Rig:
     requests: list[Request]
     undisturbed: Completions  # of an engine that does not draft, each request alone
 
-    def serve(self, engine: TorchEngine, settings: SchedulerSettings, **ahead: int) -> tuple[SchedulerStats, int]:
+    def serve(
+        self, engine: TorchEngine, settings: SchedulerSettings, *, plan_depth: int = 2, num_host_blocks: int = 0
+    ) -> tuple[SchedulerStats, int]:
         """Serve and check all requests; the drafts accepted."""
         counted = Counted(engine)
-        completions, stats = serve(counted.engine, self.requests, self.adapters, settings, max_steps=4, **ahead)
+        completions, stats = serve(
+            engine,
+            self.requests,
+            self.adapters,
+            settings,
+            plan_depth=plan_depth,
+            max_steps=4,
+            num_host_blocks=num_host_blocks,
+        )
         assert completions.keys() == self.undisturbed.keys()
         for key, served in completions.items():
             expected = self.undisturbed[key]
@@ -66,12 +76,12 @@ class Counted:
     """Counts the drafts that an engine accepts."""
 
     def __init__(self, engine: TorchEngine) -> None:
-        self.engine = engine
+        self._engine = engine
         self._before = engine.stats().num_accepted
 
     def take(self) -> int:
         """Since the beginning."""
-        return self.engine.stats().num_accepted - self._before
+        return self._engine.stats().num_accepted - self._before
 
 
 @pytest.fixture(scope="module", autouse=True)
