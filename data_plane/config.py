@@ -135,9 +135,10 @@ class WorkerConfig:
         choices=("auto", "on", "off"),
     )
     speculative: str = setting(
-        "drafts for the later steps of a plan: off, or ngram (what followed the same tokens before in the request)",
+        "drafts for the later steps of a plan (what followed the same tokens before in the request, or what a grammar "
+        "forces): off, ngram wherever there is a draft, or auto where measured times say that drafts are faster",
         "off",
-        choices=("off", "ngram"),
+        choices=("off", "ngram", "auto"),
     )
     native_code: str = setting(
         "native code for the CPU, compiled once if gcc or clang is found: on or off", "on", choices=("on", "off")

@@ -1,37 +1,48 @@
 """What speculative decoding gains and costs: the same requests with and without, in turns, on the CPU.
 
-    python -m benchmarks.engine.speculation [--model-shape S] [--rows 1,8] [--adapters 0,8] [--tokens N] [--rounds N]
+    python -m benchmarks.engine.speculation [--mode auto] [--rows 1,8,64] [--adapters 0,8] [--tokens N] [--rounds N]
 
-Repetitive text is what a random model generates greedily after a repeating prompt: it falls into loops. Other text is
-sampled at temperature 1 after a random prompt. Both sides run plans of 4 steps and must return the same tokens; printed
-are the ratios of their throughputs (above 1: drafts gain), median and range over the rounds, and the drafts accepted.
+The model has the shape of the random one, and text by construction: its likeliest token follows from the last one, in
+circles of 8 tokens. Three kinds of text: "repetitive" is greedy, "random" is drawn from nearly all tokens, and "few
+words" is drawn from 12 tokens, so that drafts are found all the time and are wrong. Both sides run plans of 4 steps and
+must return the same tokens. Printed are the ratios of their throughputs (above 1: drafts gain), median and range over
+the rounds, and the drafts accepted.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.engine.driver import load_adapters, make_engine
-from benchmarks.serving.checkpoints import SHAPES, make_adapters, make_base
+from benchmarks.serving.checkpoints import SEED, SHAPES, make_adapters, make_base
 from benchmarks.system import ROOT
 from control_plane.scheduler.types import MAX_PLAN_STEPS
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling, StepPlan
 
-NUM_PROMPT = 64
+NUM_PROMPT = 16
 BLOCK_SIZE = 16
+CIRCLE = 8  # tokens
+FIRST_TOKEN = 8  # of those that prompts have; those before are special
+TEXTS = ("repetitive", "random", "few words")
+FEW_WORDS = np.arange(100, 112, dtype=np.int32)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=sorted(SHAPES), default="205m")
-    parser.add_argument("--rows", default="1,8", help="rows that decode, counts separated by commas")
+    parser.add_argument("--mode", choices=("auto", "ngram"), default="auto")
+    parser.add_argument("--texts", default=",".join(TEXTS))
+    parser.add_argument("--rows", default="1,8,64", help="rows that decode, counts separated by commas")
     parser.add_argument("--adapters", default="0,8", help="adapters that the rows take in turn, counts")
     parser.add_argument("--tokens", type=int, default=96, help="tokens that each row generates")
     parser.add_argument("--rounds", type=int, default=5)
@@ -39,10 +50,13 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [int(count) for count in arguments.rows.split(",")]
     adapters = [int(count) for count in arguments.adapters.split(",")]
-    model_dir = make_base(arguments.model_shape, arguments.cache, None)
+    texts = arguments.texts.split(",")
+    if unknown := set(texts) - set(TEXTS):
+        parser.error(f"--texts: {sorted(unknown)} are none of {', '.join(TEXTS)}")
+    model_dir = make_circling(arguments.model_shape, arguments.cache)
     adapter_dirs = make_adapters(arguments.model_shape, max(adapters), arguments.cache)
     engines = {}
-    for speculative in ("off", "ngram"):
+    for speculative in ("off", arguments.mode):
         engines[speculative] = make_engine(
             model_dir,
             threads=None,
@@ -53,45 +67,84 @@ def main() -> None:
             speculative=speculative,
         )
         load_adapters(engines[speculative], model_dir, adapter_dirs)
-    for is_repetitive in (True, False):
+    for text in texts:
         for num_rows in rows:
             for num_adapters in adapters:
-                compare(engines, arguments.rounds, arguments.tokens, num_rows, num_adapters, is_repetitive)
+                compare(engines, arguments.rounds, arguments.tokens, num_rows, num_adapters, text)
+
+
+def make_circling(shape_name: str, cache: Path) -> Path:
+    """Directory of a model whose likeliest token follows from the last one, made where it is missing.
+
+    Embeddings are so long that the layers hardly turn them, and the head's row of each token is the direction of the
+    embedding before it in its circle. The layers compute as in any model of the shape.
+    """
+    out = cache / f"{shape_name}-circling-{SEED}"
+    if (out / "model.safetensors").exists():
+        return out
+    base = make_base(shape_name, cache, None)
+    weights = load_file(base / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    directions = torch.nn.functional.normalize(embeddings.float(), dim=-1)
+    tokens = torch.arange(len(embeddings))
+    following = tokens - tokens % CIRCLE + (tokens + 1) % CIRCLE
+    head = torch.zeros_like(directions)
+    head[following] = directions
+    weights["lm_head.weight"] = head.to(embeddings.dtype)
+    weights["model.embed_tokens.weight"] = (directions * 64 * len(directions[0]) ** 0.5).to(embeddings.dtype)
+    shutil.copytree(base, out, ignore=shutil.ignore_patterns("model.safetensors"), dirs_exist_ok=True)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def compare(
-    engines: dict[str, TorchEngine], rounds: int, num_tokens: int, num_rows: int, num_adapters: int, is_repetitive: bool
+    engines: dict[str, TorchEngine], rounds: int, num_tokens: int, num_rows: int, num_adapters: int, text: str
 ) -> None:
     """Run both sides in turns and print their ratio."""
-    ratios, drafts = [], (0, 0)
+    ratios, drafts, times_s = [], (0, 0), []
+    mode = next(name for name in engines if name != "off")
     for turn in range(rounds + 1):
         found = {}
         order = list(engines) if turn % 2 else list(engines)[::-1]
         for name in order:
-            found[name] = generate(engines[name], num_rows, num_adapters, num_tokens, is_repetitive, seed=turn)
-        assert found["off"][0] == found["ngram"][0], "drafts changed a token"
+            found[name] = generate(engines[name], num_rows, num_adapters, num_tokens, text, seed=turn)
+        assert found["off"][0] == found[mode][0], "drafts changed a token"
         if turn:  # the first one warms up
-            ratios.append(found["off"][1] / found["ngram"][1])
-            drafts = (drafts[0] + found["ngram"][2], drafts[1] + found["ngram"][3])
-    text = "repetitive" if is_repetitive else "other"
+            ratios.append(found["off"][1] / found[mode][1])
+            times_s.append(found["off"][1])
+            drafts = (drafts[0] + found[mode][2], drafts[1] + found[mode][3])
+    tokens_per_s = num_rows * len(found["off"][0]) / statistics.median(times_s)
     print(
         f"{text} rows={num_rows} adapters={num_adapters}: {statistics.median(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f}), {drafts[1]} of {drafts[0]} drafts accepted",
+        f"({min(ratios):.3f} to {max(ratios):.3f}) of {tokens_per_s:.0f} tokens/s without drafts, "
+        f"{drafts[1]} of {drafts[0]} drafts accepted",
         flush=True,
     )
 
 
 def generate(
-    engine: TorchEngine, num_rows: int, num_adapters: int, num_tokens: int, is_repetitive: bool, *, seed: int
+    engine: TorchEngine, num_rows: int, num_adapters: int, num_tokens: int, text: str, *, seed: int
 ) -> tuple[list[list[int]], float, int, int]:
     """Tokens of each step, seconds of the decode steps, tokens drafted, and accepted."""
     rng = np.random.default_rng(seed)
     blocks_of_row = -(-(NUM_PROMPT + num_tokens + 1) // BLOCK_SIZE)
     new_rows = []
+    few = {"biased_token_ids": FEW_WORDS, "biases": np.full(len(FEW_WORDS), 1e4, dtype=np.float32)}
     for row in range(num_rows):
-        prompt = rng.integers(8, engine.capacities.vocab_size, NUM_PROMPT).astype(np.int32)
-        if is_repetitive:
-            prompt = np.tile(prompt[:8], NUM_PROMPT // 8)
+        if text == "few words":
+            prompt = rng.choice(FEW_WORDS, NUM_PROMPT)
+        else:
+            prompt = rng.integers(FIRST_TOKEN, engine.capacities.vocab_size, NUM_PROMPT).astype(np.int32)
+        if text == "repetitive":  # it enters a circle at once, which its prompt holds already
+            begin = prompt[0] - prompt[0] % CIRCLE
+            prompt[-2 * CIRCLE :] = begin + np.arange(2 * CIRCLE) % CIRCLE
+        sampling = RowSampling(
+            temperature=0.0 if text == "repetitive" else 100.0,
+            top_k=0,
+            top_p=1.0,
+            seed=seed + row,
+            **(few if text == "few words" else {}),  # type: ignore[arg-type]
+        )
         new_rows.append(
             NewRow(
                 row=row,
@@ -101,7 +154,7 @@ def generate(
                 block_ids=np.arange(row * blocks_of_row, (row + 1) * blocks_of_row, dtype=np.int32),
                 slot=row % num_adapters if num_adapters else None,
                 slot_generation=1 if num_adapters else 0,
-                sampling=RowSampling(temperature=0.0 if is_repetitive else 1.0, top_k=0, top_p=1.0, seed=seed + row),
+                sampling=sampling,
             )
         )
     prefills = np.array([(row, NUM_PROMPT) for row in range(num_rows)], dtype=np.int32)

@@ -107,7 +107,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         target_modules=tuple(loaded.probe.targets),
         hidden_width=loaded.probe.hidden_width,
     )
-    engine = TorchEngine(loaded, cache, arena, capacities, host_blocks, speculates=config.speculative != "off")
+    engine = TorchEngine(loaded, cache, arena, capacities, host_blocks, speculative=config.speculative)
     if config.warms_up(device.type):
         try:
             warm_up(engine)

@@ -17,6 +17,7 @@ from data_plane.engine.batch import Drafts, PassOutput, StepBatch, build_batch, 
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
 from data_plane.engine.logprobs import LogprobsRequest, compute_logprobs, joined
+from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.pooling import Pooler, split_finite
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.engine.sampler import Sampler, SamplerStats
@@ -75,7 +76,7 @@ class TorchEngine:
         host_blocks: HostBlocks | None = None,
         *,
         prompt_logits_bytes: int = PROMPT_LOGITS_BYTES,
-        speculates: bool = False,
+        speculative: str = "off",
     ) -> None:
         self.capacities = capacities
         self.slots: AdapterSlots = arena
@@ -98,11 +99,12 @@ class TorchEngine:
         self._constraints = ConstraintRows(capacities.vocab_size)
         self._pooler = Pooler(max_rows=capacities.max_rows, hidden_width=capacities.hidden_width, heads=arena)
         self._speculation: Speculation | None = None
-        if speculates:
+        if speculative != "off":
             self._speculation = Speculation(
                 self._rows,
                 self._constraints,
                 max_step_tokens=capacities.max_step_tokens,
+                costs=PassCosts() if speculative == "auto" else None,
                 build=lambda decoding, drafts: self._build(decoding, drafts=drafts),
                 forward=lambda batch: self._forward(batch)[0],
                 sample=self._sample,
@@ -119,20 +121,24 @@ class TorchEngine:
         num_tokens, most = len(decoding) + int(plan.prefills[:, 1].sum()), self.capacities.max_step_tokens
         if num_tokens > most:
             raise PlanRefused(f"the step has {num_tokens} tokens, at most {most} are allowed")
-        if self._speculation is not None and self._speculation.applies(plan, decoding):
+        if self._speculation is not None:
             with torch.inference_mode():
                 result = self._speculation.step(plan, decoding)
-            moved = (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
-            return replace(
-                result, step_time_us=_microseconds(started), num_moved_blocks=moved[0], move_time_us=moved[1]
-            )
+            if result is not None:
+                moved = (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
+                return replace(
+                    result, step_time_us=_microseconds(started), num_moved_blocks=moved[0], move_time_us=moved[1]
+                )
         wants_logprobs = self._sampler.num_prompt_logprobs[plan.prefills[:, 0]] >= 0
         pieces, prefills = split_prefills(plan.prefills, wants_logprobs, most=self._most_prompt_logits)
         prompt_logprobs: list[RowLogprobs] = []
         with torch.inference_mode():
             for piece in pieces:
                 self._pass(decoding[:0], piece, prompt_logprobs)
+            began_s = time.perf_counter()
             output = self._pass(decoding, prefills, prompt_logprobs)
+        if self._speculation is not None and len(decoding) and len(plan.prefills) == 0:
+            self._speculation.observe(decoding, len(decoding), time.perf_counter() - began_s)
         moved = (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
         return StepOutput(
             plan.step_id,

@@ -3,10 +3,14 @@
 A plan of several steps grants each row that many tokens, blocks included. One pass verifies drafts for the steps that
 follow; what it accepts is kept here and returned as the results of these steps. At the end of a plan nothing is kept:
 rows, KV and results are those of an engine that does not speculate.
+
+Mode "ngram" drafts whenever there is something to draft. Mode "auto" drafts where that makes the plan faster, by the
+measured times of passes and by the shares of drafts that the rows had accepted.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +21,7 @@ import torch
 
 from data_plane.constraints.masks import ConstraintRows, Masks
 from data_plane.engine.batch import Drafts, PassOutput, StepBatch
+from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.rows import Int64Array, Rows
 from data_plane.plan import Int32Array, NewRow, RowLogprobs, StepOutput, StepPlan
 from data_plane.spans import span
@@ -26,6 +31,7 @@ from kernels.devices import upload
 WINDOW = 8192
 _LONGEST, _SHORTEST = 3, 2  # tokens that must be found again for a draft
 _WEIGHT = 0.25  # of the latest pass in a row's share of accepted drafts
+_FIRST_SHARE = 0.6  # of a row that was not measured yet: three rejected passes end its drafts
 _LEAST_SHARE = 0.3  # of drafts accepted; below it a row stops drafting
 _SHARE_AFTER_PAUSE = 0.4  # so that two bad passes end the retry
 _MOST_DRAFTS = 16
@@ -48,9 +54,11 @@ class DraftRow:
 
     tokens: Int32Array  # [capacity] prompt and completion
     num_tokens: int
-    share: float = 1.0  # running mean of the drafts accepted, of 1
+    share: float = _FIRST_SHARE  # running mean: how likely a draft is accepted if those before it are
     pause: int = 0  # tokens left until it drafts again
     next_pause: int = FIRST_PAUSE
+    num_measured: int = 0  # passes that `share` comes from
+    tried: tuple[int, list[int]] = (0, [])  # drafts that were not verified, and the tokens that were known before them
     early: deque[EarlyToken] = field(default_factory=deque)  # results ahead of the plan's steps
 
     def append(self, token_id: int) -> None:
@@ -61,14 +69,27 @@ class DraftRow:
         self.num_tokens += 1
         self.pause = max(self.pause - 1, 0)
 
-    def note_verified(self, share: float) -> None:
-        """A pass accepted this share of the row's drafts. A row that gains too little pauses, and longer each time."""
-        self.share += (share - self.share) * _WEIGHT
+    def note_verified(self, num_accepted: int, num_drafted: int) -> None:
+        """A pass accepted so many of the row's drafts. A row that gains too little pauses, and longer each time.
+
+        Drafts behind the first rejected one say nothing: of 3 drafts with 1 accepted, one of two tries was right.
+        """
+        share = num_accepted / min(num_accepted + 1, num_drafted)
+        self.num_measured += 1
+        self.share += (share - self.share) * max(_WEIGHT, 1 / (1 + self.num_measured))
         if self.share < _LEAST_SHARE:
             self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, _LONGEST_PAUSE)
             self.share = _SHARE_AFTER_PAUSE
         elif share == 1:
             self.next_pause = FIRST_PAUSE
+
+    def compare_tried(self) -> None:
+        """Learn from drafts that no pass verified, once the tokens in their place are known. This costs no pass."""
+        known, drafts = self.tried
+        if drafts and known + len(drafts) <= self.num_tokens:
+            right = self.tokens[known : known + len(drafts)] == drafts
+            self.tried = 0, []
+            self.note_verified(len(drafts) if right.all() else int(right.argmin()), len(drafts))
 
     def look_up(self) -> list[int]:
         """What followed the row's last tokens where they occurred before, at the latest place; empty: nowhere."""
@@ -97,15 +118,22 @@ class Speculation:
         constraints: ConstraintRows,
         *,
         max_step_tokens: int,
+        costs: PassCosts | None,
         build: Callable[[Int64Array, Drafts], StepBatch | None],
         forward: Callable[[StepBatch], torch.Tensor],
         sample: Callable[[Int64Array, torch.Tensor, Masks | None], PassOutput],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`build` makes the pass of decoding rows with drafts, `forward` computes its logits and advances the rows,
+        """`costs` decide whether rows draft; None: they always do.
+
+        `build` makes the pass of decoding rows with drafts, `forward` computes its logits and advances the rows,
         `sample` draws the next token of rows from their logits."""
         self._engine_rows = rows
         self._constraints = constraints
         self._max_step_tokens = max_step_tokens
+        self._costs = costs
+        self._clock = clock
+        self._declined_until = -1  # last step of the plan in which nothing is drafted any more
         self._build = build
         self._forward = forward
         self._sample = sample
@@ -126,10 +154,13 @@ class Speculation:
         """End rows."""
         for row in rows.tolist():
             self._rows.pop(row, None)
+        if not self._rows:
+            self._declined_until = -1
 
     def clear(self) -> None:
         """End every row."""
         self._rows.clear()
+        self._declined_until = -1
 
     def note(self, rows: Int64Array, token_ids: Int32Array) -> None:
         """Rows sampled a token each."""
@@ -137,19 +168,31 @@ class Speculation:
             if (state := self._rows.get(row)) is not None:
                 state.append(token_id)
 
-    def applies(self, plan: StepPlan, decoding: Int64Array) -> bool:
-        """Whether the step is one of several in which the same rows decode, or one that has results already."""
-        if len(plan.prefills) or len(decoding) == 0 or any(row not in self._rows for row in decoding.tolist()):
-            return False
-        return plan.num_more > 0 or bool(self._num_early(decoding).any())
+    def step(self, plan: StepPlan, decoding: Int64Array) -> StepOutput | None:
+        """The results of the step: those that came early, or those of a pass that verifies drafts for later steps.
 
-    def step(self, plan: StepPlan, decoding: Int64Array) -> StepOutput:
-        """The results of the step: those that came early, or those of a pass that verifies drafts for later steps."""
+        None where the step has neither: it is computed as any other, and has no results that came early.
+        """
+        if len(plan.prefills) or len(decoding) == 0 or any(row not in self._rows for row in decoding.tolist()):
+            return None
         self._num_drafted = self._num_accepted = 0
         early = self._num_early(decoding)
         if (early == 0).any():
             has_room = early <= plan.num_more  # the others have the results of all steps of the plan
-            self._pass(decoding[has_room], plan.num_more - early[has_room])
+            rows, most = decoding[has_room], plan.num_more - early[has_room]
+            drafts = self._drafts(plan, rows, most)
+            if len(drafts.token_ids) == 0 and not early.any():
+                return None
+            self._pass(rows, drafts)
+        return self._take(plan, decoding)
+
+    def observe(self, rows: Int64Array, num_tokens: int, time_s: float) -> None:
+        """A pass of these decoding rows, and of nothing else, took this long."""
+        if self._costs is not None:
+            self._costs.observe(num_tokens, has_adapters=self._has_adapters(rows), time_s=time_s)
+
+    def _take(self, plan: StepPlan, decoding: Int64Array) -> StepOutput:
+        """The earliest result of each row."""
         self.totals = self.totals[0] + self._num_drafted, self.totals[1] + self._num_accepted
         taken = [self._rows[row].early.popleft() for row in decoding.tolist()]
         failed = np.array([token.is_failed for token in taken])
@@ -169,13 +212,47 @@ class Speculation:
     def _num_early(self, rows: Int64Array) -> Int64Array:
         return np.array([len(self._rows[row].early) for row in rows.tolist()], dtype=np.int64)
 
-    def _pass(self, decoding: Int64Array, most: Int64Array) -> None:
-        """One pass of the rows with at most `most` [n] drafts each; its results are kept."""
+    def _has_adapters(self, rows: Int64Array) -> bool:
+        return bool((self._engine_rows.slot[rows] >= 0).any())
+
+    def _drafts(self, plan: StepPlan, decoding: Int64Array, most: Int64Array) -> Drafts:
+        """At most `most` [n] drafts of each row; none at all where the costs say that they would not pay."""
+        nothing = Drafts(np.zeros(len(decoding), dtype=np.int64), np.zeros(0, dtype=np.int64))
+        if plan.num_more == 0 or plan.step_id <= self._declined_until:
+            return nothing
+        has_adapters = self._has_adapters(decoding)
+        if self._costs is not None and not self._costs.can_gain(
+            len(decoding), plan.num_more + 1, has_adapters=has_adapters
+        ):
+            self._declined_until = plan.step_id + plan.num_more
+            return nothing
+        if self._costs is not None:
+            for row in decoding.tolist():
+                self._rows[row].compare_tried()
         rows = self._engine_rows
         room = rows.num_row_blocks[decoding] * rows.block_size - rows.num_computed[decoding] - 1
         drafts = self._propose(decoding, np.minimum(most, room))
         if len(decoding) + len(drafts.token_ids) > self._max_step_tokens:
-            drafts = Drafts(np.zeros_like(drafts.counts), drafts.token_ids[:0])
+            return nothing
+        if self._costs is not None and len(drafts.token_ids):
+            shares = np.array([self._rows[row].share for row in decoding.tolist()])
+            if not self._costs.gains(drafts.counts, most, shares, has_adapters=has_adapters):
+                self._declined_until = plan.step_id + plan.num_more
+                self._remember(decoding, drafts)
+                return nothing
+        return drafts
+
+    def _remember(self, decoding: Int64Array, drafts: Drafts) -> None:
+        """Keep drafts that are not verified, so that shares are measured without any cost."""
+        ends = np.cumsum(drafts.counts)
+        for row, end, count in zip(decoding.tolist(), ends.tolist(), drafts.counts.tolist(), strict=True):
+            state = self._rows[row]
+            state.tried = state.num_tokens, drafts.token_ids[end - count : end].tolist()
+
+    def _pass(self, decoding: Int64Array, drafts: Drafts) -> None:
+        """One pass of the rows with these drafts; its results are kept."""
+        started_s = self._clock()
+        rows = self._engine_rows
         batch = self._build(decoding, drafts)
         assert batch is not None, "a pass with drafts has no rows"
         masks = self._begin_masks(decoding)
@@ -185,6 +262,7 @@ class Speculation:
             self._verify(batch, drafts, logits, None if masks is None else masks.result())
         # What was rejected is written again by the plan's later steps, before anything may share it.
         rows.num_computed[decoding] = rows.num_known[decoding] - 1
+        self.observe(decoding, len(decoding) + len(drafts.token_ids), self._clock() - started_s)
 
     def _begin_masks(self, rows: Int64Array) -> Future[Masks] | None:
         known = self._engine_rows
@@ -225,7 +303,7 @@ class Speculation:
             batch.rows.tolist(), drafts.counts.tolist(), num_accepted.tolist(), strict=True
         ):
             if drafted:
-                self._rows[row].note_verified(accepted / drafted)
+                self._rows[row].note_verified(accepted, drafted)
         self._num_drafted += len(drafts.token_ids)
         self._num_accepted += int(num_accepted.sum())
 

@@ -18,6 +18,7 @@ from motet.v1 import types_pb2
 
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
+from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.speculation import FIRST_PAUSE, DraftRow
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import NewRow, RowConstraint, RowSampling, StepOutput, StepPlan, Vocabulary
@@ -207,6 +208,70 @@ def test_every_setting_gives_the_same_results(
     assert drafted > accepted > 0, "nothing was accepted, or nothing was rejected"
 
 
+@pytest.mark.parametrize(("exponent", "is_drafting"), [(0.0, True), (1.0, False)])
+def test_auto_drafts_where_a_pass_with_drafts_is_cheap(
+    checkpoint: Path,
+    engines: tuple[TorchEngine, TorchEngine],
+    echo: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    exponent: float,
+    is_drafting: bool,
+) -> None:
+    """Passes that take the same time for any number of tokens, and passes whose time grows with it."""
+    echo(8.0)
+
+    def time_s(_: PassCosts, num_tokens: int, *, has_adapters: bool) -> float:
+        assert not has_adapters
+        return float(num_tokens) ** exponent
+
+    monkeypatch.setattr(PassCosts, "time_s", time_s)
+    engine = build_engine(worker_config(checkpoint, block_size=BLOCK, speculative="auto"))
+    requests = [Request(LOOP), Request(LOOP[:13])]
+    auto, _ = run(engine, requests, num_steps=70, seed=4)
+    plain, _ = run(engines[1], requests, num_steps=70, seed=4)
+    assert_same(auto, plain)
+    assert (sum(output.num_accepted for output in auto) > 20) is is_drafting
+    assert (sum(output.num_drafted for output in auto) > 0) is is_drafting
+    stats = engine.stats()
+    assert (stats.num_drafted, stats.num_accepted) == (
+        sum(output.num_drafted for output in auto),
+        sum(output.num_accepted for output in auto),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_auto_changes_no_result_whatever_it_measures(
+    checkpoint: Path, engines: tuple[TorchEngine, TorchEngine], echo: Callable[[float], None], seed: int
+) -> None:
+    echo(6.0)
+    engine = build_engine(worker_config(checkpoint, block_size=BLOCK, speculative="auto"))
+    requests = [Request(LOOP[: 20 - row], replace(GREEDY, temperature=row / 4, seed=row)) for row in range(5)]
+    auto, _ = run(engine, requests, num_steps=70, seed=seed)
+    plain, _ = run(engines[1], requests, num_steps=70, seed=seed)
+    assert_same(auto, plain)
+
+
+def test_drafts_that_no_pass_verified_are_compared_with_what_came() -> None:
+    row = DraftRow(array(LOOP), len(LOOP))
+    first = row.share
+    row.tried = row.num_tokens, [7, 8, 9]
+    for token in (7, 8):
+        row.append(token)
+        row.compare_tried()
+        assert (row.share, row.num_measured) == (first, 0), "the last token in the drafts' place is not known"
+    row.append(9)
+    row.compare_tried()
+    assert row.share > first and row.num_measured == 1
+    row.compare_tried()
+    assert row.num_measured == 1, "drafts count once"
+    good = row.share
+    row.tried = row.num_tokens, [10, 2, 7]
+    for token in (10, 11, 7):
+        row.append(token)
+    row.compare_tried()
+    assert row.num_measured == 2 and row.share < good
+
+
 @pytest.mark.parametrize("num_right", range(4))
 def test_a_rejection_at_every_position(
     engines: tuple[TorchEngine, TorchEngine], monkeypatch: pytest.MonkeyPatch, num_right: int
@@ -294,14 +359,14 @@ def test_a_row_whose_drafts_are_rejected_stops_and_tries_again() -> None:
     assert row.look_up()[:3] == [7, 8, 9]
     num_passes = 0
     while row.pause == 0:
-        row.note_verified(0.0)
+        row.note_verified(0, 3)
         num_passes += 1
     assert 2 <= num_passes <= 8 and row.look_up() == []
     for token in range(FIRST_PAUSE):
         row.append(LOOP[token % 5])
     assert row.look_up()
-    row.note_verified(0.0)
-    row.note_verified(0.0)
+    row.note_verified(0, 3)
+    row.note_verified(0, 3)
     assert row.pause == 2 * FIRST_PAUSE, "the next pause is longer"
 
 
