@@ -219,14 +219,16 @@ def create_adapter(
 
 
 def delete_adapter(name: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
-    request = adapters_pb2.DeleteAdapterRequest(name=resource_name(name), etag=etag)
-    # Made twice, it could delete an adapter that was registered anew in between.
-    return _operation_call(_ADAPTERS + "DeleteAdapter", request, is_repeatable=False)
+    # By its id the server knows a repeated call, and does not delete an adapter that was registered anew in between.
+    request = adapters_pb2.DeleteAdapterRequest(name=resource_name(name), etag=etag, request_id=uuid.uuid4().hex)
+    return _operation_call(_ADAPTERS + "DeleteAdapter", request, is_repeatable=True)
 
 
 def delete_version(name: str, digest: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
-    request = adapters_pb2.DeleteAdapterVersionRequest(name=resource_name(name), digest=digest, etag=etag)
-    return _operation_call(_ADAPTERS + "DeleteAdapterVersion", request, is_repeatable=False)
+    request = adapters_pb2.DeleteAdapterVersionRequest(
+        name=resource_name(name), digest=digest, etag=etag, request_id=uuid.uuid4().hex
+    )
+    return _operation_call(_ADAPTERS + "DeleteAdapterVersion", request, is_repeatable=True)
 
 
 def verify_version(

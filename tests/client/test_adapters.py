@@ -125,15 +125,23 @@ def test_call_that_may_be_made_twice_is_made_again(server: ScriptedServer, drive
 @pytest.mark.parametrize(
     "call",
     [
-        lambda client: client.adapters.activate("pirate", DIGEST),
-        lambda client: client.adapters.delete("pirate"),
+        lambda client: client.adapters.delete("pirate", wait=False),
+        lambda client: client.adapters.delete_version("pirate", DIGEST, wait=False),
     ],
 )
-def test_call_that_must_not_be_made_twice_is_not(server: ScriptedServer, driver: Driver, call: Any) -> None:
+def test_repeated_deletion_has_the_request_id_of_the_first(server: ScriptedServer, driver: Driver, call: Any) -> None:
+    server.adapters["pirate"] = make_adapter("pirate")
+    server.unary_error = failing(server, 2)
+    driver.run(call)
+    (request_id,) = {request.request_id for request in server.requests}
+    assert len(server.requests) == 3 and len(request_id) == 32
+
+
+def test_call_that_must_not_be_made_twice_is_not(server: ScriptedServer, driver: Driver) -> None:
     server.adapters["pirate"] = make_adapter("pirate")
     server.unary_error = failing(server, 1)
     with pytest.raises(Unavailable, match="the connection broke to the server at"):
-        driver.run(call)
+        driver.run(lambda client: client.adapters.activate("pirate", DIGEST))
     assert len(server.requests) == 1 and driver.sleeps == []
 
 

@@ -492,22 +492,26 @@ class UnpinAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class DeleteAdapterRequest(_message.Message):
-    __slots__ = ("name", "etag")
+    __slots__ = ("name", "etag", "request_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     etag: str
-    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class DeleteAdapterVersionRequest(_message.Message):
-    __slots__ = ("name", "digest", "etag")
+    __slots__ = ("name", "digest", "etag", "request_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     etag: str
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., etag: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AdapterOperationMetadata(_message.Message):
     __slots__ = ("adapter", "verb", "create_time", "digest", "phase", "bytes_done", "bytes_total")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -142,8 +142,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         begun = await self._idempotency.once(
             "CreateAdapter", request.request_id, request, start, operations_pb2.Operation
         )
-        operation = self._operations.find(operation_id_in(begun.name))
-        return begun if operation is None else operation_message(operation)
+        return self._present(begun)
 
     async def GetAdapter(
         self, request: adapters_pb2.GetAdapterRequest, _context: Context
@@ -275,7 +274,12 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         """Refuse new requests at once; the operation ends when every tier is clear. One deletion runs per name."""
         self._gate.check()
         adapter_id = adapter_id_in(request.name)
-        return operation_message(await self._life_cycle.delete(adapter_id, request.etag))
+        require(check_request_id, request.request_id, "request_id")
+
+        async def start() -> operations_pb2.Operation:
+            return operation_message(await self._life_cycle.delete(adapter_id, request.etag))
+
+        return await self._begin_once("DeleteAdapter", request, start)
 
     async def DeleteAdapterVersion(
         self, request: adapters_pb2.DeleteAdapterVersionRequest, _context: Context
@@ -283,8 +287,33 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         """Refuse new requests of the version at once; the operation ends when no tier has the version."""
         self._gate.check()
         adapter_id = adapter_id_in(request.name)
-        require(check_digest, request.digest, "digest")
-        return operation_message(await self._life_cycle.delete_version(adapter_id, request.digest, request.etag))
+        violations = Violations()
+        check_digest(request.digest, "digest", violations)
+        check_request_id(request.request_id, "request_id", violations)
+        violations.raise_if_any()
+
+        async def start() -> operations_pb2.Operation:
+            return operation_message(await self._life_cycle.delete_version(adapter_id, request.digest, request.etag))
+
+        return await self._begin_once("DeleteAdapterVersion", request, start)
+
+    async def _begin_once(
+        self,
+        method: str,
+        request: adapters_pb2.DeleteAdapterRequest | adapters_pb2.DeleteAdapterVersionRequest,
+        start: Callable[[], Awaitable[operations_pb2.Operation]],
+    ) -> operations_pb2.Operation:
+        """The deletion that this request, or an earlier one with its request id, began: as it stands now.
+
+        A client that leaves may send the call again: the id is remembered though the handler is cancelled.
+        """
+        once = self._idempotency.once(method, request.request_id, request, start, operations_pb2.Operation)
+        return self._present(await asyncio.shield(asyncio.ensure_future(once)))
+
+    def _present(self, begun: operations_pb2.Operation) -> operations_pb2.Operation:
+        """An operation as it stands now; as it began where it is not known any more."""
+        operation = self._operations.find(operation_id_in(begun.name))
+        return begun if operation is None else operation_message(operation)
 
 
 def _registration(message: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapterRequest) -> Registration:

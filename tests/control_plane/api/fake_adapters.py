@@ -211,6 +211,7 @@ class FakeRegistry(Registry):
     async def begin_delete_version(self, adapter_id: str, digest: str, etag: str = "") -> None:
         record = self.get(adapter_id)
         self.calls.append(("begin_delete_version", adapter_id, digest, etag))
+        self.delete_begun.set()
         if digest == record.active_digest:
             raise AdapterVersionActive(f"version {digest} is the active one")
         if self.delete_gate is not None:

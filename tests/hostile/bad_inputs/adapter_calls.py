@@ -133,6 +133,15 @@ def _changes(good_digest: str) -> Iterator[Case]:
         yield call("CreateAdapter", create, {"request_id": request_id})
     for request_id in names.GOOD_REQUEST_IDS:
         yield call("CreateAdapter", create, {"request_id": request_id}, code=OK)
+    deletions = {
+        "DeleteAdapter": pb.DeleteAdapterRequest(name=GOOD, etag="x"),
+        "DeleteAdapterVersion": pb.DeleteAdapterVersionRequest(name=GOOD, digest=good_digest, etag="x"),
+    }
+    for rpc, deletion in deletions.items():
+        for request_id in names.BAD_REQUEST_IDS:
+            yield call(rpc, deletion, {"request_id": request_id})
+        for request_id in names.GOOD_REQUEST_IDS:
+            yield call(rpc, deletion, {"request_id": request_id}, **due)
     again = {"request_id": names.GOOD_REQUEST_IDS[0], "display_name": "another"}
     yield call("CreateAdapter", create, again, "a request_id of another request", fields=("request_id",))
 

@@ -114,8 +114,8 @@ def _sources(facts: Facts) -> list[tuple[str, tuple[bytes, ...]]]:
         "ActivateAdapterVersion": pb.ActivateAdapterVersionRequest(name=name, digest=digest, etag="e"),
         "PinAdapter": pb.PinAdapterRequest(name=name),
         "UnpinAdapter": pb.UnpinAdapterRequest(name=name),
-        "DeleteAdapter": pb.DeleteAdapterRequest(name=name, etag="e"),
-        "DeleteAdapterVersion": pb.DeleteAdapterVersionRequest(name=name, digest=digest, etag="e"),
+        "DeleteAdapter": pb.DeleteAdapterRequest(name=name, etag="e", request_id="r"),
+        "DeleteAdapterVersion": pb.DeleteAdapterVersionRequest(name=name, digest=digest, etag="e", request_id="r"),
     }
     operation = names.UNKNOWN_OPERATION
     operations = {

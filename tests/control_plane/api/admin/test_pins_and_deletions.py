@@ -107,7 +107,7 @@ async def test_delete_whose_client_leaves_is_ended_all_the_same(api: Api) -> Non
     api.registry.add("poet")
     api.registry.delete_gate = asyncio.Event()
     context: Any = None
-    request = adapters_pb2.DeleteAdapterRequest(name="adapters/poet")
+    request = adapters_pb2.DeleteAdapterRequest(name="adapters/poet", request_id="w")
     handler = asyncio.create_task(api.adapters.DeleteAdapter(request, context))
     await asyncio.wait_for(api.registry.delete_begun.wait(), 5)
     handler.cancel()  # what gRPC does when a client leaves
@@ -116,6 +116,8 @@ async def test_delete_whose_client_leaves_is_ended_all_the_same(api: Api) -> Non
     api.registry.delete_gate.set()
     await asyncio.wait_for(api.registry.delete_finished.wait(), 5)
     assert api.calls[-1] == ("finish_delete", "poet")
+    again = await api.adapters.DeleteAdapter(request, context)
+    assert (await finished(api, again)).response.Unpack(empty_pb2.Empty()), "the client comes back"
 
 
 async def test_delete_clears_every_tier_in_order(api: Api) -> None:
@@ -157,6 +159,38 @@ async def test_second_delete_joins_the_first(api: Api) -> None:
     api.fleet.unload_gate.set()
     assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
     assert [call[0] for call in api.calls] == ["begin_delete", "unload", "drop", "finish_delete"]
+
+
+async def test_a_repeated_deletion_gets_the_first_ones_operation_after_its_end(api: Api) -> None:
+    api.registry.add("poet", DIGEST, OTHER_DIGEST)
+    stub = adapters(api)
+    version = adapters_pb2.DeleteAdapterVersionRequest(name="adapters/poet", digest=OTHER_DIGEST, request_id="v")
+    whole = adapters_pb2.DeleteAdapterRequest(name="adapters/poet", request_id="w")
+    calls: list[tuple[Any, Any]] = [(stub.DeleteAdapterVersion, version), (stub.DeleteAdapter, whole)]
+    for delete, request in calls:
+        operation = await delete(request)
+        await finished(api, operation)
+        again = await delete(request)
+        assert again.name == operation.name and again.done, "the operation as it stands"
+    other = adapters_pb2.DeleteAdapterRequest(name="adapters/poet", request_id="other")
+    assert (await refused(stub.DeleteAdapter(other)))[0] == grpc.StatusCode.NOT_FOUND
+    api.registry.add("poet")
+    await stub.DeleteAdapter(whole)
+    assert "poet" in api.registry.records, "registered anew, it is another adapter"
+    whole.etag = "u1-1"
+    assert (await refused(stub.DeleteAdapter(whole)))[1:] == ("FIELD_INVALID", ["request_id"])
+    assert [call[0] for call in api.calls if str(call[0]).startswith("begin")] == [
+        "begin_delete_version",
+        "begin_delete",
+    ]
+
+
+async def test_a_deletion_that_was_refused_may_be_repeated_with_its_request_id(api: Api) -> None:
+    stub, request = adapters(api), adapters_pb2.DeleteAdapterRequest(name="adapters/poet", request_id="w")
+    assert (await refused(stub.DeleteAdapter(request)))[0] == grpc.StatusCode.NOT_FOUND
+    api.registry.add("poet")
+    await finished(api, await stub.DeleteAdapter(request))
+    assert "poet" not in api.registry.records
 
 
 async def test_a_version_is_deleted_when_its_streams_have_ended(api: Api) -> None:
