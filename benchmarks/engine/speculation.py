@@ -104,16 +104,20 @@ def compare(
     ratios, drafts, times_s = [], (0, 0), []
     mode = next(name for name in engines if name != "off")
     for turn in range(rounds + 1):
-        found = {}
-        order = list(engines) if turn % 2 else list(engines)[::-1]
-        for name in order:
-            found[name] = generate(engines[name], num_rows, num_adapters, num_tokens, text, seed=turn)
-        assert found["off"][0] == found[mode][0], "drafts changed a token"
+        runs = {
+            name: Run(engine, num_rows, num_adapters, num_tokens, text, seed=turn) for name, engine in engines.items()
+        }
+        for plan in range(num_tokens // MAX_PLAN_STEPS):
+            for name in list(runs) if plan % 2 else list(runs)[::-1]:
+                runs[name].plan()
+        for run in runs.values():
+            run.end()
+        assert runs["off"].tokens == runs[mode].tokens, "drafts changed a token"
         if turn:  # the first one warms up
-            ratios.append(found["off"][1] / found[mode][1])
-            times_s.append(found["off"][1])
-            drafts = (drafts[0] + found[mode][2], drafts[1] + found[mode][3])
-    tokens_per_s = num_rows * len(found["off"][0]) / statistics.median(times_s)
+            ratios.append(runs["off"].time_s / runs[mode].time_s)
+            times_s.append(runs["off"].time_s)
+            drafts = (drafts[0] + runs[mode].num_drafted, drafts[1] + runs[mode].num_accepted)
+    tokens_per_s = num_rows * len(runs["off"].tokens) / statistics.median(times_s)
     print(
         f"{text} rows={num_rows} adapters={num_adapters}: {statistics.median(ratios):.3f} "
         f"({min(ratios):.3f} to {max(ratios):.3f}) of {tokens_per_s:.0f} tokens/s without drafts, "
@@ -122,51 +126,67 @@ def compare(
     )
 
 
-def generate(
-    engine: TorchEngine, num_rows: int, num_adapters: int, num_tokens: int, text: str, *, seed: int
-) -> tuple[list[list[int]], float, int, int]:
-    """Tokens of each step, seconds of the decode steps, tokens drafted, and accepted."""
-    rng = np.random.default_rng(seed)
-    blocks_of_row = -(-(NUM_PROMPT + num_tokens + 1) // BLOCK_SIZE)
-    new_rows = []
-    few = {"biased_token_ids": FEW_WORDS, "biases": np.full(len(FEW_WORDS), 1e4, dtype=np.float32)}
-    for row in range(num_rows):
-        if text == "few words":
-            prompt = rng.choice(FEW_WORDS, NUM_PROMPT)
-        else:
-            prompt = rng.integers(FIRST_TOKEN, engine.capacities.vocab_size, NUM_PROMPT).astype(np.int32)
-        if text == "repetitive":  # it enters a circle at once, which its prompt holds already
-            begin = prompt[0] - prompt[0] % CIRCLE
-            prompt[-2 * CIRCLE :] = begin + np.arange(2 * CIRCLE) % CIRCLE
-        sampling = RowSampling(
-            temperature=0.0 if text == "repetitive" else 100.0,
-            top_k=0,
-            top_p=1.0,
-            seed=seed + row,
-            **(few if text == "few words" else {}),  # type: ignore[arg-type]
-        )
-        new_rows.append(
-            NewRow(
-                row=row,
-                token_ids=prompt,
-                num_prompt_tokens=NUM_PROMPT,
-                num_computed_tokens=0,
-                block_ids=np.arange(row * blocks_of_row, (row + 1) * blocks_of_row, dtype=np.int32),
-                slot=row % num_adapters if num_adapters else None,
-                slot_generation=1 if num_adapters else 0,
-                sampling=sampling,
+class Run:
+    """The same requests on one engine, plan by plan: the two sides take turns, so that slow seconds hit both."""
+
+    def __init__(
+        self, engine: TorchEngine, num_rows: int, num_adapters: int, num_tokens: int, text: str, *, seed: int
+    ) -> None:
+        self._engine = engine
+        self._num_rows = num_rows
+        self._step_id = 1
+        self.tokens: list[list[int]] = []  # by step
+        self.time_s = 0.0  # of the decode steps
+        self.num_drafted = self.num_accepted = 0
+        rng = np.random.default_rng(seed)
+        blocks_of_row = -(-(NUM_PROMPT + num_tokens + 1) // BLOCK_SIZE)
+        new_rows = []
+        few = {"biased_token_ids": FEW_WORDS, "biases": np.full(len(FEW_WORDS), 1e4, dtype=np.float32)}
+        for row in range(num_rows):
+            if text == "few words":
+                prompt = rng.choice(FEW_WORDS, NUM_PROMPT)
+            else:
+                prompt = rng.integers(FIRST_TOKEN, engine.capacities.vocab_size, NUM_PROMPT).astype(np.int32)
+            if text == "repetitive":  # it enters a circle at once, which its prompt holds already
+                begin = prompt[0] - prompt[0] % CIRCLE
+                prompt[-2 * CIRCLE :] = begin + np.arange(2 * CIRCLE) % CIRCLE
+            sampling = RowSampling(
+                temperature=0.0 if text == "repetitive" else 100.0,
+                top_k=0,
+                top_p=1.0,
+                seed=seed + row,
+                **(few if text == "few words" else {}),  # type: ignore[arg-type]
             )
-        )
-    prefills = np.array([(row, NUM_PROMPT) for row in range(num_rows)], dtype=np.int32)
-    engine.execute(StepPlan(1, new_rows=new_rows, prefills=prefills))
-    outputs = []
-    start_s = time.perf_counter()
-    for step in range(num_tokens - num_tokens % MAX_PLAN_STEPS):
-        outputs.append(engine.execute(StepPlan(2 + step, num_more=MAX_PLAN_STEPS - 1 - step % MAX_PLAN_STEPS)))
-    time_s = time.perf_counter() - start_s
-    engine.execute(StepPlan(2 + num_tokens, freed_rows=np.arange(num_rows, dtype=np.int32)))
-    tokens = [output.token_ids.tolist() for output in outputs]
-    return tokens, time_s, sum(o.num_drafted for o in outputs), sum(o.num_accepted for o in outputs)
+            new_rows.append(
+                NewRow(
+                    row=row,
+                    token_ids=prompt,
+                    num_prompt_tokens=NUM_PROMPT,
+                    num_computed_tokens=0,
+                    block_ids=np.arange(row * blocks_of_row, (row + 1) * blocks_of_row, dtype=np.int32),
+                    slot=row % num_adapters if num_adapters else None,
+                    slot_generation=1 if num_adapters else 0,
+                    sampling=sampling,
+                )
+            )
+        prefills = np.array([(row, NUM_PROMPT) for row in range(num_rows)], dtype=np.int32)
+        engine.execute(StepPlan(1, new_rows=new_rows, prefills=prefills))
+
+    def plan(self) -> None:
+        """One plan of as many steps as a plan may have."""
+        start_s = time.perf_counter()
+        outputs = []
+        for more in range(MAX_PLAN_STEPS - 1, -1, -1):
+            self._step_id += 1
+            outputs.append(self._engine.execute(StepPlan(self._step_id, num_more=more)))
+        self.time_s += time.perf_counter() - start_s
+        self.tokens += [output.token_ids.tolist() for output in outputs]
+        self.num_drafted += sum(output.num_drafted for output in outputs)
+        self.num_accepted += sum(output.num_accepted for output in outputs)
+
+    def end(self) -> None:
+        """Free the rows."""
+        self._engine.execute(StepPlan(self._step_id + 1, freed_rows=np.arange(self._num_rows, dtype=np.int32)))
 
 
 if __name__ == "__main__":
