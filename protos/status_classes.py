@@ -11,6 +11,7 @@ MESSAGES = (
     "ModelStatus",
     "WorkerStatus",
     "QueueStatus",
+    "ActiveAdapterStatus",
     "AdapterStatus",
     "TenantStatus",
     "AuditStatus",

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from motet.v1.sampling import SamplingInEffect
 from motet.v1.status import (
+    ActiveAdapterStatus,
     AdapterStatus,
     AuditStatus,
     LimitStatus,
@@ -418,4 +419,6 @@ class ServerStatus:
     num_other_tenants: int = 0  # those that are not among them
     own_tenant_only: bool = False  # without the role admin: no workers, queues and tiers, and one tenant
     drained_worker_ids: tuple[str, ...] = ()  # attached or not, in order
+    active_adapters: tuple[ActiveAdapterStatus, ...] = ()  # with most unfinished requests, busiest first
+    num_other_active_adapters: int = 0  # with unfinished requests, that are not among them
     audit: AuditStatus | None = None  # not there without the role "admin"

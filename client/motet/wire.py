@@ -289,6 +289,8 @@ def status_from(message: status_pb2.GetStatusResponse) -> types.ServerStatus:
         num_other_tenants=message.num_other_tenants,
         own_tenant_only=message.own_tenant_only,
         drained_worker_ids=tuple(message.drained_worker_ids),
+        active_adapters=tuple(_same_fields(status.ActiveAdapterStatus, each) for each in message.active_adapters),
+        num_other_active_adapters=message.num_other_active_adapters,
         audit=_same_fields(status.AuditStatus, message.audit) if message.HasField("audit") else None,
     )
 

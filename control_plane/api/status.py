@@ -23,6 +23,7 @@ from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry, count_visible
 
 SERVICE_NAME = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
+MAX_ACTIVE_ADAPTERS = 64  # in a status
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -83,6 +84,7 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
         """Everything, as an admin sees it."""
         registry, cache = self._registry.stats(), self._weights.stats()
         tenants = self._fleet.tenant_use()
+        active, num_others = self._fleet.active_adapters.busiest(MAX_ACTIVE_ADAPTERS)
         workers = sorted(self._fleet.worker_snapshots(), key=lambda worker: worker.worker_id)
         return status_pb2.GetStatusResponse(
             server_version=__version__,
@@ -102,6 +104,16 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
             tenants=map(_tenant_message, tenants),
             num_other_tenants=self._fleet.num_tenants - len(tenants),
             drained_worker_ids=self._fleet.drains.worker_ids,
+            active_adapters=[
+                status_pb2.ActiveAdapterStatus(
+                    adapter=min(self._registry.names_of(load.digest), default="") if load.digest else "",
+                    digest=load.digest,
+                    num_running=load.num_running,
+                    num_waiting=load.num_waiting,
+                )
+                for load in active
+            ],
+            num_other_active_adapters=num_others,
             audit=self._audit_message(),
         )
 

@@ -23,6 +23,7 @@ from control_plane.fleet.placement.isolation import PoisonIsolation
 from control_plane.fleet.placement.migration import Migration
 from control_plane.fleet.placement.rebalance import Rebalancer
 from control_plane.fleet.placement.shortlist import Shortlist
+from control_plane.fleet.requests.active_adapters import ActiveAdapters
 from control_plane.fleet.requests.quotas import TenantQuotas
 from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.settings import FleetSettings
@@ -53,6 +54,7 @@ class FleetParts:
     unloads: AdapterUnloads  # adapters on their way out
     preloads: AdapterPreloads  # adapters on their way into slots before requests need them
     residency: ArenaResidency  # loads and unloads by operators, and loads by pins
+    active_adapters: ActiveAdapters  # which ones unfinished requests use
     drains: WorkerDrains  # workers that an operator is about to stop
     intake: Intake  # which requests are taken on
 
@@ -124,6 +126,7 @@ def assemble(
         unloads=unloads,
         preloads=preloads,
         residency=ArenaResidency(sessions, preloads, clock),
+        active_adapters=ActiveAdapters(sessions, jobs),
         drains=WorkerDrains(sessions, jobs, dispatcher, workers),
         intake=Intake(settings, quotas, counters, jobs, sessions, dispatcher, delivery, workers),
     )

@@ -49,6 +49,7 @@ class Fleet:
         self.preloads = parts.preloads  # loads of adapters that no request waits for
         self.residency = parts.residency
         self.drains = parts.drains
+        self.active_adapters = parts.active_adapters
         self._load_pinned_at_s = 0.0
         self.on_workers_changed(parts.residency.load_pinned)
         self._intake = parts.intake

@@ -152,7 +152,9 @@ def test_command_line_without_a_command_says_which_there_are(capsys: Capture) ->
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == exits.USAGE
-    names = "generate, embed, classify, tokenize, detokenize, model, adapters, status, workers, audit, keys, convert, "
+    names = (
+        "generate, embed, classify, tokenize, detokenize, model, adapters, status, top, workers, audit, keys, convert, "
+    )
     names += "config, doctor, store, up, control-plane, worker, gateway"
     assert capsys.readouterr().err == f"motet: no command; give one of {names}; see motet --help\n"
 

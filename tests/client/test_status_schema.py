@@ -20,6 +20,7 @@ def printed_status(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -
     """What the command prints for a server with a worker, a tenant and an audit log."""
     server.status.workers.add(worker_id="w0", step_time_ms=1.5)
     server.status.tenants.add(tenant="acme", weight=2.0)
+    server.status.active_adapters.add(num_running=1)
     server.status.audit.is_on = True
     assert main(["--server", server.target, "status", "--json"]) == 0
     status: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -52,7 +53,9 @@ def test_the_status_follows_the_schema(server: ScriptedServer, capsys: pytest.Ca
     assert list(undescribed(status, SCHEMA)) == []
 
 
-@pytest.mark.parametrize("part", ["", "model", "workers", "queues", "adapters", "limits", "tenants", "audit"])
+@pytest.mark.parametrize(
+    "part", ["", "model", "workers", "queues", "adapters", "limits", "tenants", "active_adapters", "audit"]
+)
 def test_a_field_that_vanishes_is_noticed(
     part: str, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

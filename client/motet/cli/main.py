@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from motet.cli import adapters, audit, convert, exits, generate, keys, server_parts, status, up
 from motet.cli.context import Subparsers, server_option
+from motet.cli.live import top
 from motet.cli.local import completion, config, doctor, store
 from motet.command_line import Parser
 from motet.errors import MotetError
@@ -25,6 +26,7 @@ _CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
     "model": model.add_model,
     "adapters": adapters.add_parser,
     "status": status.add_parser,
+    "top": top.add_parser,
     "workers": workers.add_parser,
     "audit": audit.add_parser,
     "keys": keys.add_parser,

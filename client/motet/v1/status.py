@@ -67,6 +67,16 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveAdapterStatus:
+    """One adapter that requests use at present."""
+
+    adapter: str  # Its id, of several names the first; empty for the base model, and for weights without a name
+    digest: str  # Digest of the version, 64 lower-case hexadecimal digits; empty for the base model
+    num_running: int  # Requests in the workers' batches, a count
+    num_waiting: int  # Requests that wait, a count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStatus:
     """Adapters by tier."""
 

@@ -11,7 +11,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants", "num_other_tenants", "audit", "drained_worker_ids", "own_tenant_only")
+    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants", "num_other_tenants", "audit", "drained_worker_ids", "active_adapters", "num_other_active_adapters", "own_tenant_only")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,8 @@ class GetStatusResponse(_message.Message):
     NUM_OTHER_TENANTS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     DRAINED_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OTHER_ACTIVE_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     OWN_TENANT_ONLY_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     model: ModelStatus
@@ -33,8 +35,10 @@ class GetStatusResponse(_message.Message):
     num_other_tenants: int
     audit: AuditStatus
     drained_worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    active_adapters: _containers.RepeatedCompositeFieldContainer[ActiveAdapterStatus]
+    num_other_active_adapters: int
     own_tenant_only: bool
-    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., num_other_tenants: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., drained_worker_ids: _Optional[_Iterable[str]] = ..., own_tenant_only: bool = ...) -> None: ...
+    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., num_other_tenants: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., drained_worker_ids: _Optional[_Iterable[str]] = ..., active_adapters: _Optional[_Iterable[_Union[ActiveAdapterStatus, _Mapping]]] = ..., num_other_active_adapters: _Optional[int] = ..., own_tenant_only: bool = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "dtype")
@@ -127,6 +131,18 @@ class QueueStatus(_message.Message):
     num_rejected: int
     num_migrated: int
     def __init__(self, num_requests: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_migrated: _Optional[int] = ...) -> None: ...
+
+class ActiveAdapterStatus(_message.Message):
+    __slots__ = ("adapter", "digest", "num_running", "num_waiting")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    adapter: str
+    digest: str
+    num_running: int
+    num_waiting: int
+    def __init__(self, adapter: _Optional[str] = ..., digest: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...
 
 class AdapterStatus(_message.Message):
     __slots__ = ("num_registered", "num_stored", "num_host_cached", "host_cache_bytes", "host_cache_budget_bytes", "host_cache_available", "host_cache_error")

@@ -89,6 +89,9 @@ class FakeRegistry(Registry):
             raise AdapterNotFound(f"no adapter {adapter_id}; nearest: {near}", resource=f"adapters/{adapter_id}")
         return self.records[adapter_id]
 
+    def names_of(self, digest: str) -> set[str]:
+        return {name for name, record in self.records.items() if record.version(digest) is not None}
+
     def resolve(self, adapter_id: str, digest: str = "", *, selector: str = "", key: str = "") -> ResolvedAdapter:
         record = self.get(adapter_id)
         version = record.version(digest or record.active_digest)

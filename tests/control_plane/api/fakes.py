@@ -31,6 +31,7 @@ from control_plane.api.rpc.interceptor import Identify
 from control_plane.api.text.codec import TextCodec
 from control_plane.audit.audit_log import AuditLog
 from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.requests.active_adapters import AdapterLoad
 from control_plane.fleet.requests.quotas import TenantUse
 from control_plane.fleet.requests.streams import JobEvent, JobStream, RunFacts
 from control_plane.fleet.tenants import TenantLimits
@@ -83,6 +84,9 @@ class FakeFleet(Fleet):
         self.unload_gate: asyncio.Event | None = None  # unload waits for it
         self.unload_begun = asyncio.Event()
         self.pinned: set[str] = set()
+        self.active_adapters: Any = SimpleNamespace(
+            busiest=lambda _most: ([AdapterLoad("", 3, 1), AdapterLoad(DIGEST, 1, 0)], 5)
+        )
         self.drains: Any = SimpleNamespace(worker_ids=["w1", "w7"])
         self._ids = itertools.count(1)
 

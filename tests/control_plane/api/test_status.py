@@ -13,6 +13,7 @@ from control_plane.access.principal import Principal, Role, of_roles
 from control_plane.api.text.codec import TextCodec
 from control_plane.caller import Caller, acting_as
 from control_plane.registry.model.served_modules import WorkerReport
+from tests.control_plane.api.fake_adapters import DIGEST
 from tests.control_plane.api.fakes import Api
 
 NO_CONTEXT: Any = None  # the service uses none
@@ -39,6 +40,11 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
     )
     assert response.server_version == motet.__version__
     assert response.drained_worker_ids == ["w1", "w7"]
+    assert list(response.active_adapters) == [
+        status_pb2.ActiveAdapterStatus(num_running=3, num_waiting=1),
+        status_pb2.ActiveAdapterStatus(adapter="a", digest=DIGEST, num_running=1),
+    ]
+    assert response.num_other_active_adapters == 5
     api.weights.error = "Redis refuses: no"
     response = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
     assert (response.adapters.host_cache_available, response.adapters.host_cache_error) == (False, "Redis refuses: no")

@@ -1,0 +1,1 @@
+"""`motet top`: what the system does at the moment."""
