@@ -225,7 +225,8 @@ _REQUESTS: dict[str, Callable[[Things, dict[str, bytes]], list[list[Message]]]] 
     "RollbackAdapter": _named(adapters_pb2.RollbackAdapterRequest, expected_digest="digest"),
     "PinAdapter": _named(adapters_pb2.PinAdapterRequest),
     "UnpinAdapter": _named(adapters_pb2.UnpinAdapterRequest),
-    "DeleteAdapter": _named(adapters_pb2.DeleteAdapterRequest),
+    # With an etag that is not the adapter's, so that it stays.
+    "DeleteAdapter": _named(adapters_pb2.DeleteAdapterRequest, etag="digest"),
     # Of the active version, which stays.
     "DeleteAdapterVersion": _named(adapters_pb2.DeleteAdapterVersionRequest, digest="digest"),
     "WatchAdapters": lambda things, _files: [
