@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError
 from control_plane.access.principal import Principal
 from control_plane.api.rpc.callers import Callers
 from control_plane.api.rpc.error_status import DETAILS_KEY, internal_status, status_proto
+from control_plane.api.rpc.refusal_pace import RefusalPace
 from control_plane.api.rpc.remote_context import RemoteContext
 from control_plane.api.rpc.rpc_limits import RpcLimits
 from control_plane.awake import AwakeClock, AwakeTimeout
@@ -37,6 +38,7 @@ from control_plane.errors import (
     InvalidRequest,
     MotetError,
     SlowConsumer,
+    Unavailable,
     correlation_id_of,
 )
 
@@ -63,7 +65,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
     the same moment, would hold up everybody's. A stream of requests has the time limits of its handler. `identify` says
     who makes a call, before any of the call's messages is read; what it raises refuses the call. By default everybody
     may do everything. `guard` is entered before that, and may refuse the call, too, or end it later by cancelling its
-    task and raising an error on the way out. `on_refused` is called with every MotetError that ends a call.
+    task and raising an error on the way out. `on_refused` is called with every MotetError that ends a call. `pace` says
+    when a call that was refused before it had a caller may end.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         guard: Guard | None = None,
         on_refused: OnRefused | None = None,
         rng: random.Random | None = None,
+        pace: RefusalPace | None = None,
     ) -> None:
         self._limits = limits
+        self._pace = pace or RefusalPace()
         self._rng = rng or random.Random(0)
         self._on_refused = on_refused
         self._guard = guard or _no_guard
@@ -130,6 +135,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
                     except MotetError as error:
                         if self._on_refused is not None:
                             self._on_refused(method, _refused_caller(caller, error, context), error)
+                        if caller is None and not isinstance(error, Unavailable):
+                            await self._pace.wait(context.peer())
                         raise
 
         return handle

@@ -24,6 +24,7 @@ from control_plane.api.rpc.interceptor import (
     OnRefused,
     RpcInterceptor,
 )
+from control_plane.api.rpc.refusal_pace import RefusalPace
 from control_plane.api.rpc.rpc_limits import RpcLimits
 
 CLIENT_MESSAGE_BYTES = 2**20 + 64 * 1024  # one upload chunk and its frame
@@ -90,6 +91,7 @@ def client_interceptor(
     guard: Guard | None = None,
     on_refused: OnRefused | None = None,
     rng: random.Random | None = None,
+    pace: RefusalPace | None = None,
 ) -> RpcInterceptor:
     """What every RPC of the clients' port goes through. The arguments but the first are those of RpcInterceptor."""
     return RpcInterceptor(
@@ -100,6 +102,7 @@ def client_interceptor(
         guard=guard,
         on_refused=on_refused,
         rng=rng,
+        pace=pace,
     )
 
 
