@@ -164,6 +164,7 @@ class StepOutput:
     unconstrained_rows: Int32Array = field(default_factory=no_rows)  # those of failed_rows whose constraint failed
     num_drafted: int = 0  # draft tokens that the step verified
     num_accepted: int = 0  # of these
+    waiting_rows: Int32Array = field(default_factory=no_rows)  # rows whose mask was not ready; see plan.proto
 
 
 class TargetKind(Enum):

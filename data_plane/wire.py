@@ -108,6 +108,7 @@ def encode_output(output: StepOutput, epoch: int) -> plan_pb2.AttachRequest:
             move_time_us=output.move_time_us,
             pooled=[_encode_pooled(pooled) for pooled in output.pooled],
             unconstrained_rows=_packed(output.unconstrained_rows),
+            waiting_rows=_packed(output.waiting_rows),
         )
     )
 

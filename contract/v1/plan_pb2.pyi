@@ -308,7 +308,7 @@ class RowLogprobs(_message.Message):
     def __init__(self, row: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., num_top: _Optional[int] = ..., top_token_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "epoch", "rows", "token_ids", "failed_rows", "step_time_us", "sampled_logprobs", "prompt_logprobs", "num_moved_blocks", "move_time_us", "pooled", "unconstrained_rows")
+    __slots__ = ("step_id", "epoch", "rows", "token_ids", "failed_rows", "step_time_us", "sampled_logprobs", "prompt_logprobs", "num_moved_blocks", "move_time_us", "pooled", "unconstrained_rows", "waiting_rows")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +321,7 @@ class StepResult(_message.Message):
     MOVE_TIME_US_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
     UNCONSTRAINED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_ROWS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     epoch: int
     rows: bytes
@@ -333,7 +334,8 @@ class StepResult(_message.Message):
     move_time_us: int
     pooled: _containers.RepeatedCompositeFieldContainer[PooledRow]
     unconstrained_rows: bytes
-    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., step_time_us: _Optional[int] = ..., sampled_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., num_moved_blocks: _Optional[int] = ..., move_time_us: _Optional[int] = ..., pooled: _Optional[_Iterable[_Union[PooledRow, _Mapping]]] = ..., unconstrained_rows: _Optional[bytes] = ...) -> None: ...
+    waiting_rows: bytes
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., step_time_us: _Optional[int] = ..., sampled_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., num_moved_blocks: _Optional[int] = ..., move_time_us: _Optional[int] = ..., pooled: _Optional[_Iterable[_Union[PooledRow, _Mapping]]] = ..., unconstrained_rows: _Optional[bytes] = ..., waiting_rows: _Optional[bytes] = ...) -> None: ...
 
 class PooledRow(_message.Message):
     __slots__ = ("row", "values")

@@ -230,11 +230,11 @@ def _check_row(worker: WorkerState, row: Row) -> None:
     is_reserved = row.state is SequenceState.RESERVED or (not row.is_begun and not row.prefill_end)
     if not row.moved_block_ids and not (sequence.is_ended and not row.block_ids):
         assert row.num_planned <= len(row.block_ids) * limits.block_size, "tokens are planned without a block"
-        most = 1 if is_reserved else max(row.prefill_end, row.num_planned)
+        most = 1 if is_reserved else max(row.prefill_end, row.num_planned, row.most_planned)
         assert len(row.block_ids) == -(-most // limits.block_size), "a request holds blocks that it does not need"
     assert sequence.num_known <= limits.context_of(sequence.request.adapter), "a request outgrew the context"
     assert len(sequence.generated) <= sequence.max_generated, "a request has more tokens than requested"
-    is_planned = row.num_planned >= row.prefill_end and not is_reserved
+    is_planned = max(row.num_planned, row.most_planned) >= row.prefill_end and not is_reserved
     assert row.is_decoding == is_planned, "a row decodes before its prefill's end"
     assert (sequence.digest is None) == (row.slot_idx is None), "a request runs without its adapter's slot"
     in_slots = [worker.slots.slots[slot_idx].adapter.digest for slot_idx in _slots_of(row)]

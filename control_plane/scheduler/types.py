@@ -378,6 +378,9 @@ class StepResult:
     move_time_us: int = 0  # of these moves, microseconds
     pooled: dict[int, Vector] = field(default_factory=dict)  # row -> its vector, for rows with `pooling`
     unconstrained_rows: frozenset[int] = frozenset()  # those of failed_rows whose constraint failed
+    # Rows with a constraint whose next tokens were not known in time: they were to sample and did not, and their last
+    # token counts as not computed.
+    waiting_rows: frozenset[int] = frozenset()
 
 
 class FinishReason(enum.Enum):

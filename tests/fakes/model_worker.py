@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -149,6 +149,7 @@ class Row:
     is_linear: bool
     active_from: int
     pooling: Pooling | None
+    is_decoding: bool = False
 
 
 def steps_of(plan: StepPlan) -> list[StepPlan]:
@@ -162,13 +163,16 @@ def steps_of(plan: StepPlan) -> list[StepPlan]:
 class ModelWorker:
     """Executes plans of one step in order."""
 
-    def __init__(self, limits: WorkerLimits) -> None:
+    def __init__(self, limits: WorkerLimits, *, waits: Callable[[], bool] = lambda: False) -> None:
+        """`waits`: whether a row that could sample sits out the step, as one does whose mask is not ready."""
         self.limits = limits
+        self._waits = waits
         self.kv: list[list[bytes]] = [[POISON] * limits.block_size for _ in range(limits.num_blocks)]
         self.rows: dict[int, Row] = {}
         self.slots: dict[int, tuple[int, str]] = {}  # slot -> (generation, digest)
         self.host_kv: dict[int, list[bytes]] = {}
         self.num_steps = 0
+        self.num_waits = 0  # rows that sat out a step
 
     def obey(self, command: SlotCommand) -> None:
         """Fill or empty a slot."""
@@ -211,14 +215,21 @@ class ModelWorker:
         assert len({row_idx for row_idx, _, _ in scheduled}) == len(scheduled)
         assert plan.decode_rows == sorted(plan.decode_rows)
         result = StepResult(plan.step_id, [], [])
+        waiting: set[int] = set()
         for row_idx, num_tokens, is_decode in scheduled:
             row = self.rows[row_idx]
-            assert is_decode == (row.num_computed >= row.num_known), "decode and prefill are confused"
+            assert is_decode == row.is_decoding, "decode and prefill are confused"
             assert not (is_decode and row.pooling is not None), "a row that pools decodes"
             value, returned = self._compute(num_tokens, row)
             if returned:
                 result.prompt_logprobs[row_idx] = returned
             if row.num_computed < row.num_known:
+                continue
+            row.is_decoding = True
+            if not row.is_host_fed and row.pooling is None and self._waits():
+                row.num_computed -= 1
+                waiting.add(row_idx)
+                self.num_waits += 1
                 continue
             if row.pooling is not None:
                 result.pooled[row_idx] = vector_of(value, row.pooling)
@@ -229,7 +240,7 @@ class ModelWorker:
             result.token_ids.append(token_id)
             if row.sampling.num_logprobs is not None:
                 result.logprobs[row_idx] = logprobs_of(value, token_id, row.sampling.num_logprobs)
-        return result
+        return replace(result, waiting_rows=frozenset(waiting)) if waiting else result
 
     def _begin(self, new: NewRow) -> None:
         assert new.row not in self.rows, f"row {new.row} begins but is taken"

@@ -55,6 +55,7 @@ class PlanEncoder:
         self._host_fed_decoding: set[int] = set()  # past its prefill, and decodes only where it is fed
         self._idle: set[int] = set()  # rows with `pooling` past their prefill
         self._host_fed: set[int] = set()  # rows that were begun so, those in prefill included
+        self._constrained: set[int] = set()  # rows that begin with a constraint
         self._logprobs = ReturnedLogprobs()
         # The decoding rows of the latest plan, as they are and packed, while the worker decodes just those: most plans
         # name the same.
@@ -74,6 +75,8 @@ class PlanEncoder:
             self._tokens_left[new.row] = new.num_tokens - new.num_computed_tokens
             if new.is_host_fed:
                 self._host_fed.add(new.row)
+            if new.constraint is not None:
+                self._constrained.add(new.row)
             vocab_size = self._vocab_size
             if new.vocab_size is not None:
                 vocab_size = self._own_vocab_sizes[new.row] = new.vocab_size
@@ -165,8 +168,9 @@ class PlanEncoder:
             )
         failed_rows = np.frombuffer(message.failed_rows, dtype=_INT32).tolist()
         row_ids, packed_rows = self._expected[0]
-        if failed_rows:
-            row_ids = _without(row_ids, failed_rows)
+        waiting_rows = self._waiting(message)
+        if failed_rows or waiting_rows:
+            row_ids = _without(row_ids, [*failed_rows, *waiting_rows])
             packed_rows = _packed(row_ids)
         if rows != packed_rows:
             raise GarbageResult(f"step {message.step_id}: rows other than those that sample in it")
@@ -187,6 +191,7 @@ class PlanEncoder:
             num_moved_blocks=message.num_moved_blocks,
             move_time_us=message.move_time_us,
             unconstrained_rows=_unconstrained(message, failed_rows),
+            waiting_rows=frozenset(waiting_rows),
         )
         sampled = dict(zip(row_ids, result.token_ids, strict=True)) if message.sampled_logprobs else {}
         for entry in message.sampled_logprobs:
@@ -211,6 +216,18 @@ class PlanEncoder:
         evict = plan_pb2.EvictAdapter(slot=command.slot_idx, generation=command.generation, epoch=self._epoch)
         return plan_pb2.AttachResponse(evict_adapter=evict)
 
+    def _waiting(self, message: plan_pb2.StepResult) -> list[int]:
+        """The rows that sat out the step, which must have a constraint."""
+        if not message.waiting_rows:
+            return []
+        if len(message.waiting_rows) % 4:
+            raise GarbageResult(f"step {message.step_id}: {len(message.waiting_rows)} bytes of waiting rows")
+        rows: list[int] = np.frombuffer(message.waiting_rows, dtype=_INT32).tolist()
+        for row in rows:
+            if row not in self._constrained:
+                raise GarbageResult(f"step {message.step_id}: row {row} waits and has no constraint")
+        return rows
+
     def _is_known(self, row: int) -> bool:
         known = (self._tokens_left, self._decoding, self._paused, self._host_fed_decoding, self._idle)
         return any(row in rows for rows in known)
@@ -224,6 +241,7 @@ class PlanEncoder:
         self._host_fed_decoding.discard(row)
         self._host_fed.discard(row)
         self._own_vocab_sizes.pop(row, None)
+        self._constrained.discard(row)
         self._idle.discard(row)
         self._vectors.forget(row)
         self._logprobs.forget(row)
@@ -320,10 +338,10 @@ def _unconstrained(message: plan_pb2.StepResult, failed_rows: list[int]) -> froz
 
 
 def _without(rows: list[int], failed_rows: list[int]) -> list[int]:
-    """`rows` without the failed ones, which must be among them."""
+    """`rows` without those that failed or wait, which must be among them, each once."""
     remaining = list(rows)
     for row in failed_rows:
         if row not in remaining:
-            raise GarbageResult(f"row {row} failed and was not to sample")
+            raise GarbageResult(f"row {row} failed or waits, and was not to sample")
         remaining.remove(row)
     return remaining

@@ -39,6 +39,7 @@ class Row:
     prefill_end: int = 0  # known tokens when the sequence took the row; it decodes from there
     num_planned: int = 0  # tokens whose KV is computed or in steps in flight
     num_computed: int = 0  # tokens whose KV is computed: their results came
+    most_planned: int = 0  # num_planned before the row sat out a step, which left it blocks for these; 0: it never did
     num_registered: int = 0  # leading blocks that were offered to the prefix cache
     register_at: int = 0  # computed tokens at which the next block is full
     num_in_flight: int = 0  # steps in flight that name the row
@@ -104,6 +105,11 @@ class Row:
         self.num_planned += num_steps
         self.num_in_flight += num_steps
 
+    def plan_last_again(self) -> None:
+        """Note that a step in flight sampled nothing behind the tokens that it computed: it counts for one less."""
+        self.most_planned = max(self.most_planned, self.num_planned)
+        self.num_planned -= 1
+
     def end_step(self) -> None:
         """Note that the result of a step which names the row has come."""
         self.num_in_flight -= 1
@@ -151,8 +157,9 @@ def accept_next_tokens(
 ) -> None:
     """Accept one sampled token of every row, and append these tokens to `accepted`.
 
-    A row that needs a closer look is left to `look_closely`: its token may end the completion, is None, or comes with
-    more than itself. Takes no more of `token_ids` than there are rows. This loop runs as often as the other.
+    A row that needs a closer look is left to `look_closely`: its token may end the completion, is None (the row has
+    none), or comes with more than itself. Takes no more of `token_ids` than there are rows. This loop runs as often as
+    the other.
     """
     for row, token_id in zip(rows, token_ids, strict=False):
         sequence = row.sequence
@@ -281,6 +288,11 @@ class Sequence:
     def add_host_block(self, host_block: int) -> None:
         """Append a block to its table in host memory."""
         self.host_block_ids.append(host_block)
+
+    def trim_host_blocks(self, num_blocks: int) -> list[int]:
+        """The host blocks behind the first so many, which the sequence gives up."""
+        surplus, self.host_block_ids = self.host_block_ids[num_blocks:], self.host_block_ids[:num_blocks]
+        return surplus
 
     def take_host_blocks(self) -> list[int]:
         """Its table in host memory, which the sequence gives up."""

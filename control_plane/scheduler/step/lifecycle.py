@@ -124,6 +124,8 @@ class Lifecycle:
         self._rows.leave(row)
         if group.num_rows > 0:
             return
+        for member in group.members:
+            self._swap.trim(member)
         if group.is_ended:
             self._vanish(group)
         elif any(member.host_block_ids for member in group.members):

@@ -132,6 +132,13 @@ def check_result(in_flight: deque[InFlightStep], result: StepResult) -> None:
                 f"step {result.step_id}: failed rows {sorted(failed)} are not among the rows that sample: {expected}"
             )
         expected = [row_idx for row_idx in expected if row_idx not in failed]
+    if result.waiting_rows:
+        if not result.waiting_rows <= set(expected):
+            raise ResultMismatch(
+                f"step {result.step_id}: waiting rows {sorted(result.waiting_rows)} are not among the rows that "
+                f"sample and did not fail: {expected}"
+            )
+        expected = [row_idx for row_idx in expected if row_idx not in result.waiting_rows]
     if result.rows != expected or len(result.token_ids) != len(expected):
         raise ResultMismatch(
             f"step {result.step_id}: {len(result.token_ids)} tokens came for rows {result.rows}; expected is a token "
@@ -149,7 +156,7 @@ def _check_extras(step: InFlightStep, result: StepResult) -> None:
         if samples and row.sequence.request.pooling is not None and not _has_vector(row, result):
             raise ResultMismatch(f"step {result.step_id}: row {row.row_idx} came without its vector")
     for row_idx in step.logprob_rows:
-        if row_idx not in result.logprobs and row_idx not in result.failed_rows:
+        if row_idx not in result.logprobs and row_idx not in result.failed_rows and row_idx not in result.waiting_rows:
             raise ResultMismatch(f"step {result.step_id}: row {row_idx} came without its log-probabilities")
     for row, num_tokens, _ in step.prefills:
         if not row.sequence.awaits_prompt_logprobs or row.sequence.is_ended:

@@ -112,7 +112,15 @@ class Planner:
         rows = batch.rows[: draft.budget] if is_starved else batch.rows
         left_out = plan_next_tokens(rows, lambda row: self._may_decode(row, draft))
         if left_out or is_starved:
-            batch = DecodeBatch([row for row in rows if row not in left_out])
+            planned = [row for row in rows if row not in left_out]
+            # In the place of a row that waits for a block, one behind the budget: it may have what the other waits for.
+            for row in batch.rows[len(rows) :]:
+                if len(planned) == draft.budget:
+                    break
+                if not (late := plan_next_tokens([row], lambda row: self._may_decode(row, draft))):
+                    planned.append(row)
+                left_out |= late
+            batch = DecodeBatch(planned)
             is_starved |= any(row.state is SequenceState.RUNNING for row in left_out)
         draft.decodes = batch
         draft.budget -= len(batch)

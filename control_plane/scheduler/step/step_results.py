@@ -24,11 +24,11 @@ class StepResults:
 
     def apply(self, step: InFlightStep, result: StepResult, outputs: Outputs) -> None:
         """Apply the result of `step`, for which it was checked, and append what it brings the requests."""
-        failed_rows = set(result.failed_rows)
+        without_token = result.waiting_rows.union(result.failed_rows)
         tokens: Iterator[int | None] = iter(result.token_ids)
-        if failed_rows:
+        if without_token:
             sampled = iter(result.token_ids)
-            tokens = iter([None if row_idx in failed_rows else next(sampled) for row_idx in step.sampled_rows])
+            tokens = iter([None if row_idx in without_token else next(sampled) for row_idx in step.sampled_rows])
         self._apply_decodes(step.decodes, tokens, result, outputs)  # the tokens that remain are the prefills'
         others = outputs.others
         for row, num_tokens, samples in step.prefills:
@@ -62,9 +62,12 @@ class StepResults:
     def _apply_token(
         self, row: Row, num_tokens: int, token_id: int | None, result: StepResult, outputs: list[RequestOutput]
     ) -> None:
-        """Apply the result of a row that sampled; None: its logits were not finite."""
+        """Apply the result of a row that was to sample; None: it failed, or its constraint was not followed in time."""
         row.end_step()
         sequence = row.sequence
+        if row.row_idx in result.waiting_rows:
+            self._apply_wait(row, num_tokens)
+            return
         if not sequence.is_ended:
             group = sequence.group
             if token_id is None:
@@ -97,6 +100,14 @@ class StepResults:
                     outputs.pop()
                 self._lifecycle.end_sequence(sequence)
                 return
+        self._lifecycle.leave_if_drained(row)
+
+    def _apply_wait(self, row: Row, num_tokens: int) -> None:
+        """Apply the result of a row that computed and did not sample: a later step feeds its last token again."""
+        row.plan_last_again()
+        if not row.sequence.is_ended:
+            row.note_computed(num_tokens - 1)
+        self._rows.regroup()
         self._lifecycle.leave_if_drained(row)
 
     def _apply_vector(self, row: Row, result: StepResult, outputs: list[RequestOutput]) -> None:

@@ -93,10 +93,19 @@ class SwapSpace:
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended: give its host blocks back. Blocks that no plan moved yet remain the row's."""
         if sequence.host_block_ids:
-            self.host.release(sequence.take_host_blocks())
-            # A move that is in no plan yet must not end where another sequence's block goes.
-            self.outs = [(block, host) for block, host in self.outs if self.host.ref_counts[host] > 0]
+            self._give_back(sequence.take_host_blocks())
             self._leaving = [member for member in self._leaving if member is not sequence]
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back host blocks behind its computed tokens: it sat out a step after its blocks were moved."""
+        surplus = sequence.trim_host_blocks(-(-(sequence.num_known - 1) // self._block_size))
+        if surplus:
+            self._give_back(surplus)
+
+    def _give_back(self, host_blocks: list[int]) -> None:
+        """Release host blocks. A move that is in no plan yet must not end where another sequence's block goes."""
+        self.host.release(host_blocks)
+        self.outs = [(block, host) for block, host in self.outs if self.host.ref_counts[host] > 0]
 
     # ---- in ----
 
@@ -154,10 +163,13 @@ class SwapSpace:
         return self._cache.find_hits(member, max_hits)
 
     def _moved_blocks(self, row: Row) -> list[int]:
-        """Blocks with the computed tokens of a row; of a beam without its last token, which is computed again."""
+        """Blocks with the planned tokens of a row; of a beam without its last token, which is computed again.
+
+        The table of a row that sat out a step can be longer.
+        """
         sequence = row.sequence
         if not sequence.is_host_fed:
-            return row.block_ids
+            return row.block_ids[: -(-row.num_planned // self._block_size)]
         num_full, num_rest = divmod(sequence.num_known - 1, self._block_size)
         if row.state is SequenceState.FORKING and num_rest:
             assert row.copied_block is not None, "a beam forks with a part of a block and copies none"

@@ -42,6 +42,7 @@ LEAST: dict[str, float] = {
     "blocks copied": 10,
     "tokens fed to beams": 30,
     "withdrawn": 100,
+    "sat out": 100,
 }
 # Of policies that swap and where requests pass others.
 LEAST_OF_OTHERS: dict[str, float] = {
@@ -78,6 +79,7 @@ def test_every_request_gets_its_own_tokens_and_the_state_is_consistent(policy: P
         seen["ended before a move"] += walk.num_ended_before_move
         seen["blocks copied"] += walk.num_copies
         seen["tokens fed to beams"] += walk.num_fed
+        seen["sat out"] += walk.worker.num_waits
         seen["steps"] += walk.num_steps
         if seen["steps"] >= num_steps:
             break

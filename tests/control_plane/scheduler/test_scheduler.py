@@ -391,6 +391,8 @@ def test_nobody_starts_from_blocks_of_a_request_whose_logits_were_not_finite() -
         StepResult(1, [], []),
         StepResult(1, [0], [5, 6]),
         StepResult(1, [0], [5], failed_rows=[3]),
+        StepResult(1, [0], [5], waiting_rows=frozenset({3})),
+        StepResult(1, [0], [5], waiting_rows=frozenset({0})),
     ],
 )
 def test_a_result_that_is_not_that_of_the_oldest_plan_is_refused(result: StepResult) -> None:

@@ -79,7 +79,9 @@ class Walk:
         self.scheduler = Scheduler(self.limits, self.settings, self.counters)
         self.probe = SchedulerProbe(self.scheduler)
         self.pinned: set[str] = set()  # digests
-        self.worker = ModelWorker(self.limits)
+        waits = random.Random(f"waits {seed}")
+        self.wait_rate = waits.choice([0.0, 0.0, 0.0, 0.03, 0.25])
+        self.worker = ModelWorker(self.limits, waits=lambda: waits.random() < self.wait_rate)
         names = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(rng.choice([1, 3, 8]))]
         self.adapters = [AdapterRef(name, rng.choice([10, 30, 60, 100])) for name in names]
         self.failure_rate = rng.choice([0.0, 0.0, 0.3])

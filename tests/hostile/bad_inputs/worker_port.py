@@ -277,6 +277,10 @@ def _results(facts: Facts) -> Iterator[Conversation]:
     yield result("with three bytes of failed rows", "", failed_rows=b"abc")
     yield result("with a row whose constraint failed and that did not", "", unconstrained_rows=_packed(0))
     yield result("with three bytes of rows whose constraint failed", "3 bytes", unconstrained_rows=b"abc")
+    yield result(
+        "with a row that waits and has no constraint", "row 0", waiting_rows=_packed(0), rows=b"", token_ids=b""
+    )
+    yield result("with three bytes of rows that wait", "3 bytes", waiting_rows=b"abc")
     for name, entry in {
         "of another row": _logprobs(row=5),
         "of row 2^32 - 1": _logprobs(row=U32),
