@@ -37,6 +37,9 @@ class WorkerMetrics:
         )
         self._drafted = Counter("motet_drafted_tokens", "Draft tokens that steps verified.", registry=registry)
         self._accepted = Counter("motet_accepted_tokens", "Draft tokens that were accepted.", registry=registry)
+        self._waiting_rows = Counter(
+            "motet_step_waiting_rows", "Rows that sat out a step: their masks were not ready.", registry=registry
+        )
         self._moved_blocks = Counter(
             "motet_moved_kv_blocks", "KV blocks moved to and from host memory.", registry=registry
         )
@@ -54,7 +57,8 @@ class WorkerMetrics:
 
     def on_step(self, plan: StepPlan, output: StepOutput) -> None:
         """A step was executed."""
-        prefilled, ended = plan.prefills[:, 0], np.concatenate([output.rows, output.failed_rows])
+        prefilled = plan.prefills[:, 0]
+        ended = np.concatenate([output.rows, output.failed_rows, output.waiting_rows])
         num_decoded = len(ended) - int(np.isin(ended, prefilled).sum())
         num_prefill_tokens = int(plan.prefills[:, 1].sum())
         kind = "mixed" if num_decoded else "prefill"
@@ -72,6 +76,8 @@ class WorkerMetrics:
         if output.num_drafted:
             self._drafted.inc(output.num_drafted)
             self._accepted.inc(output.num_accepted)
+        if len(output.waiting_rows):
+            self._waiting_rows.inc(len(output.waiting_rows))
         if output.num_moved_blocks:
             self._moved_blocks.inc(output.num_moved_blocks)
             self._move_time.inc(output.move_time_us / 1e6)

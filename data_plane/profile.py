@@ -66,7 +66,7 @@ class StepProfile:
 
     def end_step(self, plan: StepPlan, output: StepOutput) -> None:
         """Count a step whose result was sent, if it computed anything; write the file after the last."""
-        has_work = len(plan.prefills) or len(output.rows) or len(output.failed_rows)
+        has_work = len(plan.prefills) or len(output.rows) or len(output.failed_rows) or len(output.waiting_rows)
         if not has_work or self._num_ended == self._num_steps:
             return
         self._num_ended += 1

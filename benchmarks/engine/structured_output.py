@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from data_plane.constraints.masks import ConstraintRows, forbid
+from data_plane.constraints.masks import forbid
+from data_plane.constraints.rows import ConstraintRows
 from data_plane.plan import NewRow, RowConstraint, RowSampling, Vocabulary
 
 VOCAB_SIZE = 131_072
@@ -51,14 +52,13 @@ def main() -> None:
     weight = torch.randn(VOCAB_SIZE, arguments.hidden)
     hidden = torch.randn(arguments.rows, arguments.hidden)
     times: dict[str, list[float]] = {"masks": [], "applied": [], "head": []}
-    positions = np.zeros(arguments.rows, dtype=np.int64)
     for step in range(arguments.steps + 3):
         start_s = time.perf_counter()
         logits = hidden @ weight.T
         head_s = time.perf_counter()
-        pending = rows.begin(numbers, positions)
-        assert pending is not None
-        masks = pending.result()
+        while (masks := rows.collect(numbers, is_alone=True)) is not None and masks.waiting:
+            continue
+        assert masks is not None
         masks_s = time.perf_counter()
         forbid(logits, masks)
         applied_s = time.perf_counter()

@@ -1,16 +1,22 @@
-"""Grammars over vocabularies: built once, copied for every row. Errors of llguidance become ConstraintFailed."""
+"""Grammars over vocabularies: built once, copied for every row. Errors of llguidance become ConstraintFailed.
+
+Following tokens and computing masks can take long, and both release Python's lock meanwhile.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 
 import llguidance
 
 from contract.sampling import GRAMMAR_LIMITS
-from data_plane.plan import RowConstraint, Vocabulary
+from data_plane.plan import Int32Array, RowConstraint, Vocabulary
 
 logger = logging.getLogger(__name__)
+
+_of_thread = threading.local()
 
 MAX_VOCABULARIES = 8  # about 50 MB each for 128,000 tokens
 MAX_GRAMMARS = 256
@@ -18,6 +24,41 @@ MAX_GRAMMARS = 256
 
 class ConstraintFailed(Exception):
     """The grammar cannot be followed any further; the message says why."""
+
+
+class Matcher:
+    """Where one completion is in its grammar. Used from one thread at a time."""
+
+    def __init__(self, inner: llguidance.LLMatcher, spare: llguidance.LLMatcher, num_tokens: int) -> None:
+        self._inner = inner
+        self._spare = spare  # one that failed: it takes no token, in no time
+        self._num_words = -(-num_tokens // 32)
+
+    def follow(self, token_id: int) -> None:
+        """Go on behind a token. Raises ConstraintFailed."""
+        # llguidance releases Python's lock in this call only, and only for more than one matcher (1.9.1).
+        done, _ = _executor().consume_token_par([(self._inner, token_id), (self._spare, token_id)])
+        if not done:
+            raise ConstraintFailed(self._inner.get_error())
+
+    def write_mask(self, words: Int32Array) -> None:
+        """Set the bits of the tokens that may come next in the first words. Raises ConstraintFailed."""
+        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
+        if self._inner.is_error():
+            raise ConstraintFailed(self._inner.get_error())
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as far as there is no choice."""
+        tokens: list[int] = self._inner.compute_ff_tokens()
+        return tokens
+
+
+def _executor() -> llguidance.LLExecutor:
+    """This thread's own: the tasks of one executor wait for one another."""
+    found: llguidance.LLExecutor | None = getattr(_of_thread, "executor", None)
+    if found is None:
+        found = _of_thread.executor = llguidance.LLExecutor(1)
+    return found
 
 
 class Matchers:
@@ -34,15 +75,13 @@ class Matchers:
         except ConstraintFailed as error:
             logger.warning("vocabulary not read digest=%s: %s", vocabulary.digest[:12], error)
 
-    def make(self, constraint: RowConstraint, generated: list[int]) -> llguidance.LLMatcher:
-        """A matcher of its own for one row that generated these tokens. Raises ConstraintFailed."""
+    def make(self, constraint: RowConstraint) -> Matcher:
+        """A matcher for one row, at the beginning of its completion. Raises ConstraintFailed."""
         # Each row uses its vocabulary, also where its grammar is kept: what the control plane takes for the oldest
         # vocabulary is the oldest one here, so that one it does not send again is still here.
         vocabulary = self._vocabulary(constraint.vocabulary)
-        matcher = self._grammar(constraint, vocabulary).deep_copy()
-        if generated and not matcher.consume_tokens(generated):
-            raise ConstraintFailed(f"the tokens generated before do not follow the grammar: {matcher.get_error()}")
-        return matcher
+        inner = self._grammar(constraint, vocabulary).deep_copy()
+        return Matcher(inner, llguidance.LLMatcher(vocabulary, "", log_level=0), constraint.vocabulary.num_tokens)
 
     def _grammar(self, constraint: RowConstraint, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
         found = self._grammars.get(constraint.digest)

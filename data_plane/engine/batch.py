@@ -34,6 +34,7 @@ class PassOutput:
     sampled_logprobs: list[RowLogprobs] = field(default_factory=list)
     pooled: list[PooledRow] = field(default_factory=list)
     unconstrained_rows: Int32Array = field(default_factory=no_rows)
+    waiting_rows: Int32Array = field(default_factory=no_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from contract.process_log import shown
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.slots import table_bytes
 from data_plane.config import WorkerConfig
+from data_plane.constraints.lanes import Lanes
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache, KVFormat, fitting_blocks, free_bytes_on, free_host_bytes
@@ -40,8 +41,11 @@ logger = logging.getLogger(__name__)
 USUAL_RANK = 8
 
 
-def build_engine(config: WorkerConfig) -> TorchEngine:
-    """An engine that serves the checkpoint in config.model_dir. Raises ConfigError naming the flag to change."""
+def build_engine(config: WorkerConfig, *, lanes: Lanes | None = None) -> TorchEngine:
+    """An engine that serves the checkpoint in config.model_dir. Raises ConfigError naming the flag to change.
+
+    `lanes`: see TorchEngine.
+    """
     torch.set_num_threads(config.num_threads)
     device = _device(config.device)
     _set_up_native_code(config, device)
@@ -107,7 +111,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         target_modules=tuple(loaded.probe.targets),
         hidden_width=loaded.probe.hidden_width,
     )
-    engine = TorchEngine(loaded, cache, arena, capacities, host_blocks, speculative=config.speculative)
+    engine = TorchEngine(loaded, cache, arena, capacities, host_blocks, speculative=config.speculative, lanes=lanes)
     if config.warms_up(device.type):
         try:
             warm_up(engine)

@@ -12,7 +12,9 @@ import torch
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.scaled_columns import ScaledColumns
 from data_plane.adapters.step.adapter_steps import AdapterSteps
-from data_plane.constraints.masks import ConstraintRows, Masks, forbid, maskable
+from data_plane.constraints.lanes import Lanes
+from data_plane.constraints.masks import Masks, forbid, maskable
+from data_plane.constraints.rows import ConstraintRows
 from data_plane.engine.batch import Drafts, PassOutput, StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
@@ -77,7 +79,9 @@ class TorchEngine:
         *,
         prompt_logits_bytes: int = PROMPT_LOGITS_BYTES,
         speculative: str = "off",
+        lanes: Lanes | None = None,
     ) -> None:
+        """`lanes`: the threads that follow constraints; None: some of its own."""
         self.capacities = capacities
         self.slots: AdapterSlots = arena
         self.model = model
@@ -96,7 +100,7 @@ class TorchEngine:
         )
         device = cache.keys[0].device
         self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
-        self._constraints = ConstraintRows(capacities.vocab_size)
+        self._constraints = ConstraintRows(capacities.vocab_size, lanes=lanes)
         self._pooler = Pooler(max_rows=capacities.max_rows, hidden_width=capacities.hidden_width, heads=arena)
         self._speculation: Speculation | None = None
         if speculative != "off":
@@ -151,6 +155,7 @@ class TorchEngine:
             *moved,
             output.pooled,
             output.unconstrained_rows,
+            waiting_rows=output.waiting_rows,
         )
 
     def read_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -250,13 +255,12 @@ class TorchEngine:
         batch = self._build(decoding, prefills)
         if batch is None:
             return PassOutput()
-        masks = self._constraints.begin(batch.sampled_rows, self._positions(batch.sampled_rows))
         with span("forward"):
             logits, pooled = self._forward(batch)
         num_sampled = len(batch.sampled_rows)
         with span("sample"):
             prompt_logprobs += self._logprobs(logits[num_sampled:], batch.prompt_requests)
-            output = self._sample(batch.sampled_rows, logits[:num_sampled], None if masks is None else masks.result())
+            output = self._sample_ready(batch, logits[:num_sampled])
         return output if len(batch.pooled_rows) == 0 else self._with_pooled(batch, output, pooled)
 
     def _build(
@@ -304,17 +308,31 @@ class TorchEngine:
         rows = self._rows
         returned, failed = split_finite(pooled)
         rows.maybe_non_finite[batch.pooled_rows] = np.isin(batch.pooled_rows, failed)
-        for row in batch.pooled_rows.tolist():
-            rows.token_ids.pop(row, None)
+        rows.forget_given(batch.pooled_rows)
         all_failed = np.concatenate([output.failed_rows, failed.astype(np.int32)])
-        ended = batch.ended_rows[~np.isin(batch.ended_rows, all_failed)].astype(np.int32)
+        unnamed = np.concatenate([all_failed, output.waiting_rows])
+        ended = batch.ended_rows[~np.isin(batch.ended_rows, unnamed)].astype(np.int32)
         tokens = np.zeros(len(ended), dtype=np.int32)
         tokens[np.isin(ended, output.rows)] = output.token_ids
-        return PassOutput(ended, tokens, all_failed, output.sampled_logprobs, returned, output.unconstrained_rows)
+        return replace(output, rows=ended, token_ids=tokens, failed_rows=all_failed, pooled=returned)
 
     def _positions(self, sampled: Int64Array) -> Int64Array:
         """Of the tokens that the rows sample next, in their completions from 0: each is behind all known ones."""
         return self._rows.num_known[sampled] - self._rows.num_prompt[sampled]
+
+    def _sample_ready(self, batch: StepBatch, logits: torch.Tensor) -> PassOutput:
+        """A token for each row that samples, but for those whose masks are not ready: they sample in a later step."""
+        rows, sampled = self._rows, batch.sampled_rows
+        masks = self._constraints.collect(sampled, is_alone=len(batch.rows) == len(sampled))
+        if masks is None or not masks.waiting:
+            return self._sample(sampled, logits, masks)
+        at, device = np.array(masks.waiting, dtype=np.int64), self._last_tokens.device
+        waiting = sampled[at]
+        self._last_tokens[upload(waiting, device)] = batch.input_ids[batch.kept[upload(at, device)]]
+        rows.sit_out(waiting)
+        others, ready = np.delete(np.arange(len(sampled)), at), masks if len(masks.indices) else None
+        output = self._sample(sampled[others], logits[upload(others, logits.device)], ready)
+        return replace(output, waiting_rows=waiting.astype(np.int32))
 
     def _sample(self, sampled: Int64Array, logits: torch.Tensor, masks: Masks | None) -> PassOutput:
         """A token for each row that samples."""
@@ -333,12 +351,7 @@ class TorchEngine:
             self._constraints.advance(masks, sampled, on_host)
             failed[masks.failed] = is_finite[masks.failed]
             is_finite &= ~failed
-        rows.num_known[sampled] += 1
-        rows.is_decoding[sampled] = True
-        rows.maybe_non_finite[sampled] = ~is_finite
-        if rows.token_ids:  # prefills, of which some may have ended
-            for row in sampled.tolist():
-                rows.token_ids.pop(row, None)
+        rows.note_sampled(sampled, is_finite)
         logprobs: list[RowLogprobs] = []
         num_top = self._sampler.num_logprobs[sampled]
         indices = np.flatnonzero((num_top >= 0) & is_finite)

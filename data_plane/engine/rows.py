@@ -41,7 +41,7 @@ class Rows:
         self.is_used = np.zeros(max_rows, dtype=np.bool_)
         self.is_paused = np.zeros(max_rows, dtype=np.bool_)
         # Invariant of used rows: num_computed <= num_known <= num_computed + 1 once the prefill has ended. A row is
-        # decoding when one known token, the last sampled, is not computed.
+        # decoding when one known token, the last one, is not computed.
         self.is_decoding = np.zeros(max_rows, dtype=np.bool_)
         self.num_known = np.zeros(max_rows, dtype=np.int64)  # tokens given or sampled
         self.num_computed = np.zeros(max_rows, dtype=np.int64)  # leading tokens whose KV is in the cache
@@ -140,6 +140,25 @@ class Rows:
                 row = int(rows[self.is_paused[rows] == is_paused][0])
                 raise PlanRefused(f"{name} names row {row}, which is {'paused' if is_paused else 'not paused'} already")
             self.is_paused[rows] = is_paused
+
+    def note_sampled(self, rows: Int64Array, is_finite: BoolArray) -> None:
+        """These rows sampled a token each, which they feed next; is_finite [n]: whether their logits were finite."""
+        self.num_known[rows] += 1
+        self.is_decoding[rows] = True
+        self.maybe_non_finite[rows] = ~is_finite
+        self.forget_given(rows)
+
+    def sit_out(self, rows: Int64Array) -> None:
+        """These rows computed and did not sample: they feed their last token again."""
+        self.num_computed[rows] -= 1
+        self.is_decoding[rows] = True
+        self.forget_given(rows)
+
+    def forget_given(self, rows: Int64Array) -> None:
+        """Drop the given tokens of rows whose prefill has ended."""
+        if self.token_ids:
+            for row in rows.tolist():
+                self.token_ids.pop(row, None)
 
     def decoding(self, fed: Int32Array) -> Int64Array:
         """Rows that decode in a step that feeds these rows, ascending."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from data_plane.constraints.masks import ConstraintRows, Masks
+from data_plane.constraints.masks import Masks
+from data_plane.constraints.rows import ConstraintRows
 from data_plane.engine.batch import Drafts, PassOutput, StepBatch
 from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.rows import Int64Array, Rows
@@ -216,9 +216,12 @@ class Speculation:
         return bool((self._engine_rows.slot[rows] >= 0).any())
 
     def _drafts(self, plan: StepPlan, decoding: Int64Array, most: Int64Array) -> Drafts:
-        """At most `most` [n] drafts of each row; none at all where the costs say that they would not pay."""
+        """At most `most` [n] drafts of each row; none at all where the costs say that they would not pay.
+
+        A pass that verifies drafts waits for every mask, so that none begins with a row of a slow grammar.
+        """
         nothing = Drafts(np.zeros(len(decoding), dtype=np.int64), np.zeros(0, dtype=np.int64))
-        if plan.num_more == 0 or plan.step_id <= self._declined_until:
+        if plan.num_more == 0 or plan.step_id <= self._declined_until or self._constraints.has_slow(decoding):
             return nothing
         has_adapters = self._has_adapters(decoding)
         if self._costs is not None and not self._costs.can_gain(
@@ -255,18 +258,17 @@ class Speculation:
         rows = self._engine_rows
         batch = self._build(decoding, drafts)
         assert batch is not None, "a pass with drafts has no rows"
-        masks = self._begin_masks(decoding)
         with span("forward"):
             logits = self._forward(batch)
         with span("sample"):
-            self._verify(batch, drafts, logits, None if masks is None else masks.result())
+            self._verify(batch, drafts, logits)
         # What was rejected is written again by the plan's later steps, before anything may share it.
         rows.num_computed[decoding] = rows.num_known[decoding] - 1
         self.observe(decoding, len(decoding) + len(drafts.token_ids), self._clock() - started_s)
 
-    def _begin_masks(self, rows: Int64Array) -> Future[Masks] | None:
-        known = self._engine_rows
-        return self._constraints.begin(rows, known.num_known[rows] - known.num_prompt[rows])
+    def _masks(self, rows: Int64Array) -> Masks | None:
+        self._constraints.finish(rows)
+        return self._constraints.collect(rows, is_alone=False)
 
     def _propose(self, rows: Int64Array, most: Int64Array) -> Drafts:
         """What a row's grammar forces, else what followed its last tokens before; at most `most` [n] tokens each."""
@@ -278,7 +280,7 @@ class Speculation:
         counts = np.array([len(drafts) for drafts in found], dtype=np.int64)
         return Drafts(counts, np.array([token for drafts in found for token in drafts], dtype=np.int64))
 
-    def _verify(self, batch: StepBatch, drafts: Drafts, logits: torch.Tensor, masks: Masks | None) -> None:
+    def _verify(self, batch: StepBatch, drafts: Drafts, logits: torch.Tensor) -> None:
         """Sample each position as a step of its own would, as long as a row's drafts are what was sampled."""
         first = np.cumsum(drafts.counts) - drafts.counts  # place of a row's first draft
         num_accepted = np.zeros(len(batch.rows), dtype=np.int64)
@@ -286,11 +288,8 @@ class Speculation:
         position = 0
         while True:
             sampled = batch.rows[alive]
-            if position:
-                begun = self._begin_masks(sampled)
-                masks = None if begun is None else begun.result()
             at = batch.starts[alive] + position
-            tokens = self._keep(sampled, self._sample(sampled, logits[upload(at, logits.device)], masks))
+            tokens = self._keep(sampled, self._sample(sampled, logits[upload(at, logits.device)], self._masks(sampled)))
             has_draft = position < drafts.counts[alive]
             alive, tokens = alive[has_draft], tokens[has_draft]
             if len(alive):

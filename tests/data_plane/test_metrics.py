@@ -26,9 +26,18 @@ class AnEngine:
     slots = Slots()
 
 
-def output(rows: list[int], *, failed: list[int] | None = None, moved: int = 0) -> StepOutput:
+def output(
+    rows: list[int], *, failed: list[int] | None = None, waiting: list[int] | None = None, moved: int = 0
+) -> StepOutput:
     return StepOutput(
-        1, array(rows), array(rows), array(failed or []), 2000, num_moved_blocks=moved, move_time_us=500 * moved
+        1,
+        array(rows),
+        array(rows),
+        array(failed or []),
+        2000,
+        num_moved_blocks=moved,
+        move_time_us=500 * moved,
+        waiting_rows=array(waiting or []),
     )
 
 
@@ -55,8 +64,8 @@ def test_steps_are_counted_by_kind_with_rows_and_tokens() -> None:
     on_step(make_plan(prefills=[(0, 16)]), output([]))  # a part of a prompt
     on_step(make_plan(prefills=[(0, 4), (1, 8)]), output([0, 1]))  # two prompts end
     on_step(make_plan(prefills=[(2, 5)]), output([0, 1, 2]))  # one ends beside two that decode
-    on_step(make_plan(), output([0, 1], failed=[2], moved=3))
     on_step(make_plan(), replace(output([]), num_drafted=3, num_accepted=2))
+    on_step(make_plan(), output([0], failed=[2], waiting=[1], moved=3))
     values = shown.values()
     kinds = {kind: values["motet_step_seconds_count", kind] for kind in ("prefill", "mixed", "decode", "empty")}
     assert kinds == {"prefill": 2, "mixed": 1, "decode": 1, "empty": 1}
@@ -65,6 +74,7 @@ def test_steps_are_counted_by_kind_with_rows_and_tokens() -> None:
     assert values["motet_step_tokens_total", "decode"] == 5 and values["motet_step_rows_total", "decode"] == 5
     assert values["motet_step_failed_rows_total", ""] == 1
     assert values["motet_drafted_tokens_total", ""] == 3 and values["motet_accepted_tokens_total", ""] == 2
+    assert values["motet_step_waiting_rows_total", ""] == 1
     assert values["motet_moved_kv_blocks_total", ""] == 3
     assert values["motet_move_seconds_total", ""] == pytest.approx(0.0015)
     shown.port.close()

@@ -33,6 +33,7 @@ from control_plane.scheduler.types import (
     Vector,
 )
 from data_plane.engine.engine import TorchEngine
+from data_plane.plan import Engine
 from data_plane.stream.constraints import SessionConstraints
 from data_plane.wire import decode_steps, encode_hello, encode_output
 from tests.control_plane.registry.rig import pack
@@ -83,7 +84,7 @@ Completions = dict[tuple[int, int], Served]  # by request and index
 
 
 def serve(
-    engine: TorchEngine,
+    engine: Engine,
     requests: Sequence[Request],
     adapters: Sequence[IngestedAdapter],
     settings: SchedulerSettings,
@@ -135,9 +136,7 @@ def serve(
     return completions, stats
 
 
-def _obey(
-    engine: TorchEngine, scheduler: Scheduler, command: SlotCommand, source_of: dict[str, IngestedAdapter]
-) -> None:
+def _obey(engine: Engine, scheduler: Scheduler, command: SlotCommand, source_of: dict[str, IngestedAdapter]) -> None:
     if isinstance(command, LoadSlot):
         engine.slots.load(command.slot_idx, command.generation, command.digest, source_of[command.digest])
         scheduler.apply_slot_report(SlotReady(command.slot_idx, command.generation), 0.0)

@@ -1,7 +1,7 @@
 """Constrained completions over scheduler, wire and engine in one process: disturbed as undisturbed, token for token.
 
-Disturbed by preemption with recompute and with swap, by plans ahead of results, by plans for several steps, and by a
-resume or a migration from every token on. Every text is valid under its constraint.
+Disturbed by preemption with recompute and with swap, by plans ahead of results, by plans for several steps, by a resume
+or a migration from every token on, and by masks that are late. Every text is valid under its constraint.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -19,8 +20,11 @@ from tokenizers import Tokenizer
 from control_plane.constraints.compile_process import compiled
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import Completion, Constraint, FinishReason, Request, RequestId, Sampling, Vocabulary
+from data_plane import plan
+from data_plane.config import WorkerConfig
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
+from tests.data_plane.constraints.lanes import DrawnLanes, in_time
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.e2e.scheduled import Completions, serve
 from tests.makers import make_checkpoint, make_tokenizer
@@ -43,6 +47,7 @@ class Rig:
 
     roomy: TorchEngine
     small: TorchEngine  # 26 blocks of 8 tokens; one request takes up to 24
+    checkpoint: Path
     tokenizer: Tokenizer
     requests: list[Request]
     undisturbed: Completions
@@ -78,12 +83,36 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     ]
     # Plain requests between them: what is constrained and what is not shares steps.
     requests += [replace(requests[1], request_id=RequestId(6), constraint=None, stop_token_ids=frozenset())]
-    roomy = build_engine(worker_config(checkpoint))
+    roomy = build_engine(worker_config(checkpoint), lanes=in_time())
     undisturbed: Completions = {}
     for request in requests:
         undisturbed |= serve(roomy, [request], [], ROOMY)[0]
-    small = build_engine(worker_config(checkpoint, num_blocks=26, host_kv_bytes=32 * 4096, max_model_len=100))
-    return Rig(roomy, small, Tokenizer.from_str(text), requests, undisturbed)
+    small = build_engine(small_config(checkpoint), lanes=in_time())
+    return Rig(roomy, small, checkpoint, Tokenizer.from_str(text), requests, undisturbed)
+
+
+def small_config(checkpoint: Path) -> WorkerConfig:
+    return worker_config(checkpoint, num_blocks=26, host_kv_bytes=32 * 4096, max_model_len=100)
+
+
+class CountingEngine:
+    """An engine that counts the rows that sit out steps."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self.capacities, self.slots = engine.capacities, engine.slots
+        self.num_waits = 0
+
+    def execute(self, step: plan.StepPlan) -> plan.StepOutput:
+        output = self._engine.execute(step)
+        self.num_waits += len(output.waiting_rows)
+        return output
+
+    def read_vocabulary(self, vocabulary: plan.Vocabulary) -> None:
+        self._engine.read_vocabulary(vocabulary)
+
+    def reset(self) -> None:
+        self._engine.reset()
 
 
 def test_every_text_follows_its_constraint(rig: Rig) -> None:
@@ -152,3 +181,54 @@ def test_a_resume_that_does_not_follow_the_constraint_ends_alone(rig: Rig) -> No
     completions, _ = serve(rig.roomy, [wrong, rig.requests[0]], [], ROOMY)
     assert completions[1, 0].finish_reason is FinishReason.CONSTRAINT_FAILED and not completions[1, 0].token_ids
     assert completions[0, 0].token_ids == rig.undisturbed[0, 0].token_ids
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize(("plan_depth", "max_steps"), [(1, 1), (4, 1), (2, 4)])
+@pytest.mark.parametrize("size", ["roomy", "recomputed", "swapped"])
+def test_rows_that_sit_out_steps_get_the_same_tokens(
+    rig: Rig, plan_depth: int, max_steps: int, size: str, is_slow: bool
+) -> None:
+    config = worker_config(rig.checkpoint) if size == "roomy" else small_config(rig.checkpoint)
+    engine = CountingEngine(build_engine(config, lanes=DrawnLanes(plan_depth, 0.4, is_slow=is_slow)))
+    settings = SchedulerSettings(max_step_tokens=16, swap_us_per_block=0.0)
+    completions, stats = serve(
+        engine,
+        rig.requests,
+        [],
+        settings,
+        plan_depth=plan_depth,
+        max_steps=max_steps,
+        num_host_blocks=32 if size == "swapped" else 0,
+    )
+    assert engine.num_waits > 20
+    assert (stats.num_preemptions > 0, stats.num_swapped_out > 0) == (size != "roomy", size == "swapped")
+    rig.check(completions)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_options_of_a_request_hold_where_rows_sit_out_steps(rig: Rig, is_slow: bool) -> None:
+    """min_tokens, a bias, penalties, log-probabilities of both kinds, samples, and a resume."""
+    first, second = rig.requests[0], rig.requests[1]
+    plain = Sampling(temperature=1.0, seed=3)
+    samplings = [
+        replace(plain, min_tokens=14),
+        replace(plain, logit_bias=((60, 4.0), (61, -3.0))),
+        replace(plain, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3),
+        replace(plain, num_logprobs=2, num_prompt_logprobs=1),
+    ]
+    requests = [
+        replace(request, request_id=RequestId(number), sampling=sampling, num_samples=1 + number % 2)
+        for number, (request, sampling) in enumerate(
+            (request, each) for request in (first, second) for each in samplings
+        )
+    ]
+    known = tuple(rig.undisturbed[1, 0].token_ids[:3])
+    requests.append(replace(second, request_id=RequestId(len(requests)), generated_token_ids=known))
+    expected: Completions = {}
+    for request in requests:
+        expected |= serve(rig.roomy, [request], [], ROOMY)[0]
+    engine = CountingEngine(build_engine(worker_config(rig.checkpoint), lanes=DrawnLanes(5, 0.3, is_slow=is_slow)))
+    completions, _ = serve(engine, requests, [], ROOMY)
+    assert engine.num_waits > 20
+    assert completions == expected

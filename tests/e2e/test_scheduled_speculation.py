@@ -22,6 +22,7 @@ from control_plane.scheduler.types import Completion, Constraint, FinishReason, 
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.models.loader import LoadedModel
+from tests.data_plane.constraints.lanes import in_time
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.e2e.scheduled import Completions, IngestedAdapter, ingested, serve
 from tests.makers import make_adapter, make_checkpoint, make_tokenizer
@@ -136,13 +137,13 @@ def rig(tmp_path_factory: pytest.TempPathFactory, _echo: None) -> Rig:
     reader = llguidance.LLTokenizer(text, n_vocab=NUM_VOCABULARY, eos_token=[END])
     grammar = compiled({"kind": "lark", "value": GRAMMAR}, reader)
     requests = make_requests(adapters, Constraint("g", grammar, Vocabulary("v", text, NUM_VOCABULARY, (END,))))
-    plain = build_engine(worker_config(checkpoint))
+    plain = build_engine(worker_config(checkpoint), lanes=in_time())
     undisturbed: Completions = {}
     for request in requests:
         undisturbed |= serve(plain, [request], adapters, ROOMY)[0]
-    roomy = build_engine(worker_config(checkpoint, speculative="ngram"))
+    roomy = build_engine(worker_config(checkpoint, speculative="ngram"), lanes=in_time())
     tight = {"num_blocks": 24, "host_kv_bytes": 32 * 4096, "max_model_len": 100}
-    small = build_engine(worker_config(checkpoint, speculative="ngram", **tight))
+    small = build_engine(worker_config(checkpoint, speculative="ngram", **tight), lanes=in_time())
     return Rig(roomy, small, adapters, requests, undisturbed)
 
 

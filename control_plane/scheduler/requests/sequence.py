@@ -48,8 +48,6 @@ class Row:
     plan_closely_at: int = 0
     apply_closely_at: int = 0
 
-    # ---- its blocks ----
-
     def add_blocks(self, block_ids: Iterable[int]) -> None:
         """Append blocks to the table."""
         self.block_ids += block_ids
@@ -76,8 +74,6 @@ class Row:
         """Note how many leading blocks were offered to the prefix cache, or came from it."""
         self.num_registered = num_blocks
         self.register_at = (num_blocks + 1) * block_size
-
-    # ---- its progress ----
 
     def start_at(self, num_computed: int) -> None:
         """Its blocks hold the KV of the first `num_computed` tokens; all others that are known are its prefill."""
@@ -252,8 +248,6 @@ class Sequence:
         """Begin with the block hashes of a sequence whose first `num_blocks` blocks hold the same tokens."""
         self.block_hashes = source.block_hashes[:num_blocks]
 
-    # ---- ends ----
-
     def end(self) -> None:
         """The completion is complete, or its request over."""
         self.is_ended = True
@@ -288,11 +282,6 @@ class Sequence:
     def add_host_block(self, host_block: int) -> None:
         """Append a block to its table in host memory."""
         self.host_block_ids.append(host_block)
-
-    def trim_host_blocks(self, num_blocks: int) -> list[int]:
-        """The host blocks behind the first so many, which the sequence gives up."""
-        surplus, self.host_block_ids = self.host_block_ids[num_blocks:], self.host_block_ids[:num_blocks]
-        return surplus
 
     def take_host_blocks(self) -> list[int]:
         """Its table in host memory, which the sequence gives up."""
@@ -335,8 +324,6 @@ class SequenceGroup:
     def digest(self) -> str | None:
         """Digest of its adapter, or the name of the set of its adapters; None for the base model."""
         return self._adapters_name
-
-    # ---- its life ----
 
     def pause(self) -> None:
         """Its reader is slow."""

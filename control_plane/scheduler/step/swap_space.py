@@ -98,9 +98,12 @@ class SwapSpace:
 
     def trim(self, sequence: Sequence) -> None:
         """Give back host blocks behind its computed tokens: it sat out a step after its blocks were moved."""
-        surplus = sequence.trim_host_blocks(-(-(sequence.num_known - 1) // self._block_size))
-        if surplus:
-            self._give_back(surplus)
+        num_needed = -(-(sequence.num_known - 1) // self._block_size)
+        if len(sequence.host_block_ids) > num_needed:
+            host_blocks = sequence.take_host_blocks()
+            for host_block in host_blocks[:num_needed]:
+                sequence.add_host_block(host_block)
+            self._give_back(host_blocks[num_needed:])
 
     def _give_back(self, host_blocks: list[int]) -> None:
         """Release host blocks. A move that is in no plan yet must not end where another sequence's block goes."""

@@ -6,6 +6,7 @@ step), so no clock is read here. `benchmarks.engine.abusive_constraints` shows t
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 
 import llguidance
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.engine.structured_output import VOCAB_SIZE, make_tokenizer
+from control_plane.constraints.compile_process import grammar_of
 from control_plane.constraints.compiler import ConstraintCompiler, ConstraintRefused
 from control_plane.scheduler.types import Constraint, Vocabulary
 from data_plane import plan
-from data_plane.constraints.masks import ConstraintRows, forbid
+from data_plane.constraints.masks import forbid
 from tests.control_plane.constraints.abuse import CORPUS, MAX_BYTES
+from tests.data_plane.constraints.lanes import PatientRows, masks_of
 
 NUM_STEPS = 40
 
@@ -51,15 +55,13 @@ def tokens_of(neighbour: Constraint, abusive: Constraint | None) -> list[int]:
     chance = {row: np.random.default_rng(row) for row in (0, 1)}
     constraints = {0: neighbour} if abusive is None else {0: neighbour, 1: abusive}
     size = neighbour.vocabulary.num_tokens
-    rows = ConstraintRows(size, num_threads=1)
+    rows = PatientRows(size)
     for row, constraint in constraints.items():
         rows.add(_new_row(row, constraint))
     tokens: list[int] = []
     live = np.array(sorted(constraints))
     for _ in range(NUM_STEPS):
-        pending = rows.begin(live, np.zeros(len(live), dtype=np.int64))
-        assert pending is not None
-        masks = pending.result()
+        masks = masks_of(rows, live.tolist())
         assert 0 not in masks.failed
         drawn = np.stack([chance[row].gumbel(size=size).astype(np.float32) for row in live.tolist()])
         logits = torch.from_numpy(drawn)
@@ -78,13 +80,11 @@ def test_the_work_of_a_step_is_limited(vocabulary: Vocabulary) -> None:
     """A grammar that leaves thousands of ways open at one place fails there."""
     text, grammar = vocabulary.tokenizer, llguidance.LLMatcher.grammar_from_lark(CORPUS["many rules"][1])
     constraint = Constraint("g", grammar, Vocabulary("v", text, vocabulary.num_tokens, vocabulary.end_token_ids))
-    rows, row = ConstraintRows(vocabulary.num_tokens, num_threads=1), np.zeros(1, dtype=np.int64)
+    rows, row = PatientRows(vocabulary.num_tokens), np.zeros(1, dtype=np.int64)
     rows.add(_new_row(0, constraint))
     a = np.array([ord("a") - ord("!") + 2], dtype=np.int32)
     for _ in range(10):
-        pending = rows.begin(row, row)
-        assert pending is not None
-        masks = pending.result()
+        masks = masks_of(rows, [0])
         if masks.failed:
             return
         rows.advance(masks, row, a)
@@ -105,3 +105,32 @@ def _new_row(row: int, constraint: Constraint) -> plan.NewRow:
         sampling=plan.RowSampling(),
         constraint=plan.RowConstraint(constraint.digest, constraint.grammar, vocabulary),
     )
+
+
+@pytest.fixture(scope="module")
+def large_vocabulary() -> Vocabulary:
+    """With 264 tokens no schema comes near the limits."""
+    return Vocabulary("large", make_tokenizer(), VOCAB_SIZE, (0,))
+
+
+@pytest.mark.parametrize(("num_members", "seed"), [(100, 0), (100, 1), (300, 0), (300, 1)])
+def test_a_schema_with_many_optional_members_never_fails(
+    large_vocabulary: Vocabulary, num_members: int, seed: int
+) -> None:
+    """A walk that chooses among all that is allowed, as no model does: it goes through many places of the grammar."""
+    members = {f"member_{number}": {"type": "string"} for number in range(num_members)}
+    schema = {"type": "object", "properties": members, "additionalProperties": False}
+    rows, row, chance = PatientRows(VOCAB_SIZE), np.zeros(1, dtype=np.int64), np.random.default_rng(seed)
+    rows.add(
+        _new_row(0, Constraint("g", grammar_of({"kind": "json_schema", "value": json.dumps(schema)}), large_vocabulary))
+    )
+    for _ in range(100):
+        masks = masks_of(rows, [0])
+        assert not masks.failed
+        logits = torch.from_numpy(chance.gumbel(size=(1, VOCAB_SIZE)).astype(np.float32))
+        logits[:, 0] = -100.0
+        forbid(logits, masks)
+        token = int(logits.argmax())
+        if token == 0:
+            return
+        rows.advance(masks, row, np.array([token], dtype=np.int32))

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from data_plane.constraints.masks import ConstraintRows, Masks, forbid, maskable
+from data_plane.constraints.masks import Masks, forbid, maskable
 from data_plane.constraints.matchers import MAX_VOCABULARIES
 from data_plane.errors import PlanRefused
 from data_plane.plan import NewRow, RowConstraint, RowSampling, Vocabulary
+from tests.data_plane.constraints.lanes import PatientRows, masks_of
 from tests.makers import make_tokenizer
 
 NUM_TOKENS = 270
@@ -48,12 +49,6 @@ def row_of(texts: list[str], vocabulary: Vocabulary, row: int = 0, generated: li
     )
 
 
-def masks_of(rows: ConstraintRows, numbers: list[int], position: int = 0) -> Masks:
-    pending = rows.begin(np.array(numbers), np.full(len(numbers), position))
-    assert pending is not None
-    return pending.result()
-
-
 def allowed(masks: Masks, place: int = 0) -> set[int]:
     logits = torch.zeros(int(masks.indices.max()) + 1, NUM_TOKENS)
     forbid(logits, masks)
@@ -70,7 +65,7 @@ def test_every_step_allows_exactly_the_tokens_that_go_on_to_a_choice(
     for symbol in (s for s, number in tokenizer.get_vocab().items() if number > 1):
         spelled[symbol] = _bytes_of(symbol)
     tokens = {number: spelled[symbol] for symbol, number in tokenizer.get_vocab().items()}
-    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows = PatientRows(NUM_TOKENS)
     rows.add(row_of(texts, vocabulary))
     encoded, text = [each.encode() for each in texts], b""
     while True:
@@ -91,7 +86,7 @@ def test_every_step_allows_exactly_the_tokens_that_go_on_to_a_choice(
 def test_a_row_goes_on_behind_the_tokens_that_it_generated_before(vocabulary: Vocabulary) -> None:
     tokenizer = Tokenizer.from_str(vocabulary.tokenizer)
     b, z = _id_of(tokenizer, "b"), _id_of(tokenizer, "z")
-    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows = PatientRows(NUM_TOKENS)
     rows.add(row_of(["bz"], vocabulary, row=3, generated=[b]))
     masks = masks_of(rows, [5, 3])
     assert masks.indices.tolist() == [1] and allowed(masks) == {z}
@@ -100,7 +95,7 @@ def test_a_row_goes_on_behind_the_tokens_that_it_generated_before(vocabulary: Vo
 def test_a_row_that_fails_leaves_the_others_alone(vocabulary: Vocabulary) -> None:
     tokenizer = Tokenizer.from_str(vocabulary.tokenizer)
     b, z = _id_of(tokenizer, "b"), _id_of(tokenizer, "z")
-    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows = PatientRows(NUM_TOKENS)
     rows.add(row_of(["b"], vocabulary, row=0, generated=[z]))
     rows.add(row_of(["b"], vocabulary, row=1))
     masks = masks_of(rows, [0, 1])
@@ -109,19 +104,19 @@ def test_a_row_that_fails_leaves_the_others_alone(vocabulary: Vocabulary) -> Non
 
 
 def test_a_ban_is_lifted_only_where_nothing_else_is_allowed(vocabulary: Vocabulary) -> None:
-    sampling = RowSampling(min_tokens=9, banned_token_ids=np.array([END], dtype=np.int32))
-    tokenizer = Tokenizer.from_str(vocabulary.tokenizer)
-    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
-    rows.add(replace(row_of(["b"], vocabulary), sampling=sampling))
-    masks = masks_of(rows, [0])
+    b = _id_of(Tokenizer.from_str(vocabulary.tokenizer), "b")
+    rows = PatientRows(NUM_TOKENS)
+    for row, min_tokens in enumerate((9, 1)):  # the end is the token at position 1: banned for the first row only
+        sampling = RowSampling(min_tokens=min_tokens, banned_token_ids=np.array([END], dtype=np.int32))
+        rows.add(replace(row_of(["b"], vocabulary, row), sampling=sampling))
+    masks = masks_of(rows, [0, 1])
     assert masks.lifted == []
-    rows.advance(masks, np.array([0]), np.array([_id_of(tokenizer, "b")], dtype=np.int32))
-    assert masks_of(rows, [0], position=1).lifted == [0]
-    assert masks_of(rows, [0], position=9).lifted == []
+    rows.advance(masks, np.arange(2), np.full(2, b, dtype=np.int32))
+    assert masks_of(rows, [0, 1]).lifted == [0]
 
 
 def test_logits_that_are_not_finite_are_found_below_a_mask(vocabulary: Vocabulary) -> None:
-    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows = PatientRows(NUM_TOKENS)
     rows.add(row_of(["b"], vocabulary))
     logits = torch.zeros(1, NUM_TOKENS)
     assert forbid(logits, masks_of(rows, [0])).tolist() == [True]
@@ -132,7 +127,7 @@ def test_logits_that_are_not_finite_are_found_below_a_mask(vocabulary: Vocabular
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_penalty_lifts_a_token_above_those_that_are_allowed(vocabulary: Vocabulary, dtype: torch.dtype) -> None:
     """The lowest repetition penalty for what is forbidden, the highest frequency penalty for what is allowed."""
-    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
+    rows = PatientRows(NUM_TOKENS)
     rows.add(row_of(["b"], vocabulary))
     masks = masks_of(rows, [0])
     logits = maskable(torch.zeros(1, NUM_TOKENS, dtype=dtype))
@@ -145,7 +140,7 @@ def test_no_penalty_lifts_a_token_above_those_that_are_allowed(vocabulary: Vocab
 
 def test_a_host_fed_row_has_no_constraint(vocabulary: Vocabulary) -> None:
     with pytest.raises(PlanRefused, match="constraint"):
-        ConstraintRows(NUM_TOKENS).add(replace(row_of(["b"], vocabulary), is_host_fed=True))
+        PatientRows(NUM_TOKENS).add(replace(row_of(["b"], vocabulary), is_host_fed=True))
 
 
 def _id_of(tokenizer: Tokenizer, text: str) -> int:
@@ -166,7 +161,7 @@ def test_a_step_never_reads_a_vocabulary_that_was_read_before(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it after the rows of a session ended."""
-    rows = ConstraintRows(NUM_TOKENS)
+    rows = PatientRows(NUM_TOKENS)
     rows.read(vocabulary)
     monkeypatch.setattr(llguidance, "LLTokenizer", _unexpected)
     rows.clear()
@@ -180,7 +175,7 @@ def test_a_step_never_reads_a_vocabulary_that_was_read_before(
 
 def test_the_vocabulary_used_last_is_kept_the_longest(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with a kept grammar use their vocabulary, too: the control plane counts them, and does not send it again."""
-    rows = ConstraintRows(NUM_TOKENS)
+    rows = PatientRows(NUM_TOKENS)
     rows.add(row_of(["ab"], vocabulary))
     for number in range(MAX_VOCABULARIES - 1):
         rows.read(replace(vocabulary, digest=f"v{number}"))
@@ -192,7 +187,7 @@ def test_the_vocabulary_used_last_is_kept_the_longest(vocabulary: Vocabulary, mo
 
 
 def test_a_vocabulary_that_cannot_be_read_fails_its_rows_alone(vocabulary: Vocabulary) -> None:
-    rows, torn = ConstraintRows(NUM_TOKENS), replace(vocabulary, digest="torn", tokenizer="{")
+    rows, torn = PatientRows(NUM_TOKENS), replace(vocabulary, digest="torn", tokenizer="{")
     rows.read(torn)
     rows.add(row_of(["ab"], torn))
     rows.add(row_of(["ab"], vocabulary, 1))

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.constraints.compile_process import compiled
-from data_plane.constraints.masks import ConstraintRows, forbid
+from data_plane.constraints.masks import forbid
 from data_plane.plan import NewRow, RowConstraint, RowSampling, Vocabulary
+from tests.data_plane.constraints.lanes import PatientRows, masks_of
 from tests.makers import make_tokenizer
 
 NUM_TOKENS, END, MAX_WALK = 264, 0, 3000
@@ -101,8 +102,8 @@ def test_every_walk_through_the_masks_writes_a_valid_document(
 def walk(constraint: RowConstraint, seed: int) -> list[int]:
     """Tokens drawn among those allowed, up to the end."""
     chance = np.random.default_rng(seed)
-    rows = ConstraintRows(NUM_TOKENS, num_threads=1)
-    row, at = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    rows = PatientRows(NUM_TOKENS)
+    row = np.zeros(1, dtype=np.int64)
     rows.add(
         NewRow(
             row=0,
@@ -118,9 +119,7 @@ def walk(constraint: RowConstraint, seed: int) -> list[int]:
     )
     tokens: list[int] = []
     for _ in range(MAX_WALK):
-        pending = rows.begin(row, at)
-        assert pending is not None
-        masks = pending.result()
+        masks = masks_of(rows, [0])
         assert not masks.failed
         logits = torch.from_numpy(chance.gumbel(size=(1, NUM_TOKENS)).astype(np.float32))
         forbid(logits, masks)

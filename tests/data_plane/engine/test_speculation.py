@@ -22,6 +22,7 @@ from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.speculation import FIRST_PAUSE, DraftRow
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import NewRow, RowConstraint, RowSampling, StepOutput, StepPlan, Vocabulary
+from tests.data_plane.constraints.lanes import in_time
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
 from tests.data_plane.engine.test_oracle import worker_config
@@ -67,7 +68,7 @@ def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     adapters = [make_adapter(folder / str(seed), checkpoint, seed=seed) for seed in (1, 2)]
     built = []
     for speculative in ("ngram", "off"):
-        engine = build_engine(worker_config(checkpoint, block_size=BLOCK, speculative=speculative))
+        engine = build_engine(worker_config(checkpoint, block_size=BLOCK, speculative=speculative), lanes=in_time())
         for slot, adapter in enumerate(adapters):
             packed = pack(adapter, engine.capacities.model_fingerprint)
             engine.slots.load(slot, 1, packed.digest, packed)
