@@ -91,7 +91,7 @@ GRAMMAR_LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 10_000,
+    "step_max_items": 200_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
