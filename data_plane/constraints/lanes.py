@@ -51,7 +51,7 @@ class Lanes:
         with self._starting:
             if self._slow is None:
                 self._slow = ThreadPoolExecutor(
-                    self.num_threads, thread_name_prefix="slow-constraints", initializer=_give_way
+                    self.num_threads, thread_name_prefix="slow-constraints", initializer=_lower_priority
                 )
             self._slow.submit(task)
 
@@ -70,7 +70,7 @@ class Lanes:
             return self._changed.wait_for(condition, timeout_s)
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower the priority of this thread and of those that it starts. Linux has one for each thread."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICENESS)

@@ -42,10 +42,7 @@ USUAL_RANK = 8
 
 
 def build_engine(config: WorkerConfig, *, lanes: Lanes | None = None) -> TorchEngine:
-    """An engine that serves the checkpoint in config.model_dir. Raises ConfigError naming the flag to change.
-
-    `lanes`: see TorchEngine.
-    """
+    """An engine that serves config.model_dir (`lanes`: see TorchEngine). Raises ConfigError naming the flag to set."""
     torch.set_num_threads(config.num_threads)
     device = _device(config.device)
     _set_up_native_code(config, device)
