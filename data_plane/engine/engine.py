@@ -310,29 +310,24 @@ class TorchEngine:
         rows.maybe_non_finite[batch.pooled_rows] = np.isin(batch.pooled_rows, failed)
         rows.forget_given(batch.pooled_rows)
         all_failed = np.concatenate([output.failed_rows, failed.astype(np.int32)])
-        unnamed = np.concatenate([all_failed, output.waiting_rows])
-        ended = batch.ended_rows[~np.isin(batch.ended_rows, unnamed)].astype(np.int32)
+        is_ended = ~np.isin(batch.ended_rows, np.concatenate([all_failed, output.waiting_rows]))
+        ended = batch.ended_rows[is_ended].astype(np.int32)
         tokens = np.zeros(len(ended), dtype=np.int32)
         tokens[np.isin(ended, output.rows)] = output.token_ids
         return replace(output, rows=ended, token_ids=tokens, failed_rows=all_failed, pooled=returned)
 
-    def _positions(self, sampled: Int64Array) -> Int64Array:
-        """Of the tokens that the rows sample next, in their completions from 0: each is behind all known ones."""
-        return self._rows.num_known[sampled] - self._rows.num_prompt[sampled]
-
     def _sample_ready(self, batch: StepBatch, logits: torch.Tensor) -> PassOutput:
         """A token for each row that samples, but for those whose masks are not ready: they sample in a later step."""
-        rows, sampled = self._rows, batch.sampled_rows
+        sampled = batch.sampled_rows
         masks = self._constraints.collect(sampled, is_alone=len(batch.rows) == len(sampled))
         if masks is None or not masks.waiting:
             return self._sample(sampled, logits, masks)
-        at, device = np.array(masks.waiting, dtype=np.int64), self._last_tokens.device
-        waiting = sampled[at]
-        self._last_tokens[upload(waiting, device)] = batch.input_ids[batch.kept[upload(at, device)]]
-        rows.sit_out(waiting)
-        others, ready = np.delete(np.arange(len(sampled)), at), masks if len(masks.indices) else None
-        output = self._sample(sampled[others], logits[upload(others, logits.device)], ready)
-        return replace(output, waiting_rows=waiting.astype(np.int32))
+        at, waiting = np.array(masks.waiting), sampled[masks.waiting]
+        kept = batch.kept[upload(at, logits.device)]
+        self._last_tokens[upload(waiting, logits.device)] = batch.input_ids[kept]
+        self._rows.sit_out(waiting)
+        ready = logits[upload(np.delete(np.arange(len(sampled)), at), logits.device)]
+        return replace(self._sample(np.delete(sampled, at), ready, masks), waiting_rows=waiting.astype(np.int32))
 
     def _sample(self, sampled: Int64Array, logits: torch.Tensor, masks: Masks | None) -> PassOutput:
         """A token for each row that samples."""
@@ -341,7 +336,8 @@ class TorchEngine:
             return PassOutput()
         # Worker and control plane count a token for a row that is not finite, so that they agree on what decodes. The
         # token itself is not returned.
-        tokens, finite, returned = self._draw(logits, sampled, self._positions(sampled), masks)
+        positions = rows.num_known[sampled] - rows.num_prompt[sampled]
+        tokens, finite, returned = self._draw(logits, sampled, positions, masks)
         self._last_tokens[upload(sampled, tokens.device)] = tokens
         on_host, is_finite = _fetch(tokens, finite)
         if self._speculation is not None:
