@@ -95,7 +95,10 @@ def read(path: Path) -> Tables:
             raise ConfigFileError(f"{path}: {name}: is {_kind(table)}; write [{name}] and its settings below")
     for key, value in content.get(UP, {}).items():
         if key not in UP_KEYS:
-            raise ConfigFileError(f"{path}: [{UP}] {key}: is not a setting of `motet up`; use {', '.join(UP_KEYS)}")
+            raise ConfigFileError(
+                f"{path}: [{UP}] {key}: is not a setting of `motet up`; use {', '.join(UP_KEYS)}; settings of "
+                f"its gateway, such as processes, are in [{GATEWAY}]"
+            )
         if not isinstance(value, str):
             raise ConfigFileError(f"{path}: [{UP}] {key}: is {_kind(value)}; give HOST:PORT as a string")
     return content

@@ -34,7 +34,7 @@ class Rates:
 def rates_of(before: ServerStatus, after: ServerStatus, seconds: float) -> Rates:
     """The rates over the time between two statuses, `seconds` above 0."""
     workers = {worker.worker_id: worker for worker in before.workers}
-    tenants = {tenant.tenant: tenant for tenant in before.tenants}
+    former_tokens = {tenant.tenant: tenant.num_generated_tokens for tenant in before.tenants}
     return Rates(
         workers={
             worker.worker_id: WorkerRates(
@@ -45,10 +45,9 @@ def rates_of(before: ServerStatus, after: ServerStatus, seconds: float) -> Rates
             if (former := workers.get(worker.worker_id)) is not None and former.epoch == worker.epoch
         },
         generated_by_tenant={
-            tenant.tenant: max(tenant.num_generated_tokens - former.num_generated_tokens, 0) / seconds
+            tenant.tenant: max(tenant.num_generated_tokens - former_tokens[tenant.tenant], 0) / seconds
             for tenant in after.tenants
-            if (former_tenant := tenants.get(tenant.tenant)) is not None
-            for former in (former_tenant,)
+            if tenant.tenant in former_tokens
         },
         num_accepted=max(after.queues.num_accepted - before.queues.num_accepted, 0) / seconds,
         num_finished=max(after.queues.num_finished - before.queues.num_finished, 0) / seconds,
