@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message
 
-from gateway.http.bodies import NUM_LONGEST, Bodies, decoded_as
+from gateway.http.bodies import MAX_CONTAINERS, MAX_VALUES, NUM_LONGEST, Bodies, decoded_as
 from gateway.http.errors import MAX_MESSAGE_CHARS, Refusal, is_callers_mistake, refusal_from
 from gateway.http.keys import Keys, current_key, current_owner, set_key
 
@@ -58,9 +58,21 @@ async def test_a_body_is_read_strictly(content: bytes, status: int, said: str) -
 
 def test_nesting_beyond_what_the_interpreter_takes_is_a_mistake_of_the_body() -> None:
     """A RecursionError would be a mistake of ours, with a traceback in the log for each such body."""
-    for depth in (100_000, 2_000_000):
+    for depth in (100_000, MAX_CONTAINERS):
         with pytest.raises(ValueError, match="nested too deeply"):
             decoded_as(b"[" * depth + b"]" * depth, list)
+
+
+def test_a_body_of_very_many_values_is_refused_before_it_is_decoded() -> None:
+    """Decoding them would keep the event loop from all other requests."""
+    many = b'{"a":[' + b"[]," * (MAX_CONTAINERS - 2) + b"1]}"
+    assert len(decoded_as(many, dict)["a"]) == MAX_CONTAINERS - 1
+    for item in (b"[],", b"{},"):
+        with pytest.raises(ValueError, match="more than 250000 lists and objects"):
+            decoded_as(b"[" + item * MAX_CONTAINERS + b"1]", list)
+    assert len(decoded_as(b"[" + b"1," * (MAX_VALUES - 1) + b"1]", list)) == MAX_VALUES
+    with pytest.raises(ValueError, match="more than 2000000 values"):
+        decoded_as(b"[" + b"1," * MAX_VALUES + b"1]", list)
 
 
 async def test_a_body_without_a_length_is_bounded_too() -> None:
