@@ -1,7 +1,7 @@
-"""Writes the Python stubs of protos/motet, or checks that they are up to date.
+"""Writes the Python stubs of protos/motet and protos/keda, or checks that they are up to date.
 
 The stubs of the public API go into the SDK (client/motet/v1), those of the plan stream into contract/v1: the SDK is
-installed alone and must not carry them.
+installed alone and must not carry them. Those of KEDA's external scaler belong to the control plane alone.
 
 Also copies the protos of Google that Motet's need into protos/google, so that `protoc -I protos` alone compiles them in
 any language; Python takes the stubs of those from googleapis-common-protos. Run by `make stubs` and `make check-stubs`
@@ -29,6 +29,7 @@ ROOT = PROTOS.parent
 STUBS = {
     "motet/v1": (ROOT / "client" / "motet" / "v1", "motet.v1"),
     "motet/worker/v1": (ROOT / "contract" / "v1", "contract.v1"),
+    "keda": (ROOT / "control_plane" / "scaler" / "v1", "control_plane.scaler.v1"),
 }
 COMMON = Path(str(distribution("googleapis-common-protos").locate_file("")))
 # What adapters.proto imports with all that it needs, and the details of errors. Every protoc brings google/protobuf.

@@ -88,7 +88,7 @@ class ForgetConstraints(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel", "num_host_blocks", "last_epoch", "target_modules", "max_adapter_model_len", "hidden_width")
+    __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel", "num_host_blocks", "last_epoch", "target_modules", "max_adapter_model_len", "hidden_width", "memory")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class Hello(_message.Message):
     TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     MAX_ADAPTER_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
     worker_id: str
@@ -129,7 +130,26 @@ class Hello(_message.Message):
     target_modules: _containers.RepeatedCompositeFieldContainer[TargetModules]
     max_adapter_model_len: int
     hidden_width: int
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ..., last_epoch: _Optional[int] = ..., target_modules: _Optional[_Iterable[_Union[TargetModules, _Mapping]]] = ..., max_adapter_model_len: _Optional[int] = ..., hidden_width: _Optional[int] = ...) -> None: ...
+    memory: MemoryUse
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ..., last_epoch: _Optional[int] = ..., target_modules: _Optional[_Iterable[_Union[TargetModules, _Mapping]]] = ..., max_adapter_model_len: _Optional[int] = ..., hidden_width: _Optional[int] = ..., memory: _Optional[_Union[MemoryUse, _Mapping]] = ...) -> None: ...
+
+class MemoryUse(_message.Message):
+    __slots__ = ("device_bytes", "weights_bytes", "step_bytes", "kv_bytes", "host_kv_bytes", "graph_bytes", "headroom_bytes")
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEADROOM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device_bytes: int
+    weights_bytes: int
+    step_bytes: int
+    kv_bytes: int
+    host_kv_bytes: int
+    graph_bytes: int
+    headroom_bytes: int
+    def __init__(self, device_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., host_kv_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., headroom_bytes: _Optional[int] = ...) -> None: ...
 
 class TargetModules(_message.Message):
     __slots__ = ("path", "layers", "kind", "in_features", "out_features", "reason", "num_experts", "is_interleaved")
@@ -196,7 +216,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ..., leave_after_ms: _Optional[int] = ..., stuck_after_ms: _Optional[int] = ..., host_cache_needs_password: bool = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling", "adapters", "active_from", "pooling", "num_labels", "grammar")
+    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling", "adapters", "active_from", "pooling", "num_labels", "grammar", "request_id", "trace_id")
     ROW_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +236,8 @@ class NewRow(_message.Message):
     POOLING_FIELD_NUMBER: _ClassVar[int]
     NUM_LABELS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     row: int
     token_ids: bytes
     num_prompt_tokens: int
@@ -235,7 +257,9 @@ class NewRow(_message.Message):
     pooling: Pooling
     num_labels: int
     grammar: str
-    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_host_fed: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., adapters: _Optional[_Union[RowAdapters, _Mapping]] = ..., active_from: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., num_labels: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
+    request_id: str
+    trace_id: str
+    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_host_fed: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., adapters: _Optional[_Union[RowAdapters, _Mapping]] = ..., active_from: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., num_labels: _Optional[int] = ..., grammar: _Optional[str] = ..., request_id: _Optional[str] = ..., trace_id: _Optional[str] = ...) -> None: ...
 
 class RowAdapter(_message.Message):
     __slots__ = ("slot", "slot_generation", "scale")

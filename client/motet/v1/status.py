@@ -51,6 +51,13 @@ class WorkerStatus:
     num_host_blocks: int  # KV blocks in host memory in all, a count
     num_host_blocks_held: int  # Those in use, a count
     max_model_len: int  # Longest context that this worker computes, a count of tokens
+    memory_bytes: int  # Memory of its device, bytes; on the CPU the machine's, or the container's; 0: the worker did not report it
+    weights_bytes: int  # Memory taken once the checkpoint was loaded, bytes; on the CPU by the whole process
+    step_memory_bytes: int  # Memory that the largest step takes while it runs, bytes; 0: not measured, because the KV blocks were named
+    kv_bytes: int  # KV blocks, bytes
+    host_kv_bytes: int  # KV blocks in host memory, bytes
+    graph_bytes: int  # Captured graphs, bytes
+    headroom_bytes: int  # Memory left free on purpose, bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
