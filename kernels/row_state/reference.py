@@ -1,0 +1,40 @@
+"""row_state, the definition."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kernels.row_state import DecodeInputs, RowState
+
+
+def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int) -> DecodeInputs:
+    """See the package."""
+    from kernels.row_state import DecodeInputs
+
+    is_row = rows >= 0
+    ids = rows.long().clamp(min=0)
+    computed = torch.where(is_row, state.num_computed[ids], 0)
+    positions = computed.long()
+    blocks = state.block_tables[ids, positions // block_size].long()
+    inputs = DecodeInputs(
+        torch.where(is_row, state.last_tokens[ids], 0),
+        positions,
+        torch.where(is_row, blocks * block_size + positions % block_size, -1),
+        torch.where(is_row, computed + 1, 0).int(),
+        torch.where(is_row, positions + 1 - state.num_prompt[ids], 0),
+    )
+    # Padding adds nothing to row 0. index_add_ adds for each of several equal indices.
+    state.num_computed.index_add_(0, ids, is_row.int())
+    return inputs
+
+
+def store_tokens(last_tokens: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+    """See the package."""
+    ids = rows.long()
+    # What belongs to no row goes behind the last one.
+    wide = torch.cat([last_tokens, last_tokens.new_zeros(1)])
+    wide[torch.where(ids >= 0, ids, len(last_tokens))] = tokens
+    last_tokens.copy_(wide[:-1])

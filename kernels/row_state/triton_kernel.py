@@ -1,0 +1,97 @@
+"""row_state on the GPU: one launch before a step's layers and one after them, for any number of rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.buckets import ceil_div
+
+if TYPE_CHECKING:
+    from kernels.row_state import DecodeInputs, RowState
+
+BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride_table"])
+def decode_inputs_kernel(
+    longs_ptr,  # int64 [4, num_tokens]: input ids, positions, KV positions, completion index
+    context_lens_ptr,  # int32 [num_tokens]
+    rows_ptr,  # int32 [num_tokens], -1 for no row
+    last_tokens_ptr,  # int64 [R]
+    num_computed_ptr,  # int32 [R], advanced by one
+    num_prompt_ptr,  # int32 [R]
+    tables_ptr,  # int32 [R, max_blocks]
+    num_tokens,
+    stride_table,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """position = computed of the row; KV position = table[row, position // BLOCK_SIZE] * BLOCK_SIZE + position %
+    BLOCK_SIZE. Grid: (ceil(num_tokens / BLOCK),). Integers only. Each program advances its own rows."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = offs < num_tokens
+    row = tl.load(rows_ptr + offs, mask=is_inside, other=-1).to(tl.int64)
+    is_row = row >= 0
+    computed = tl.load(num_computed_ptr + row, mask=is_row, other=0)
+    position = computed.to(tl.int64)
+    prompt = tl.load(num_prompt_ptr + row, mask=is_row, other=0).to(tl.int64)
+    block = tl.load(tables_ptr + row * stride_table + position // BLOCK_SIZE, mask=is_row, other=0).to(tl.int64)
+    token = tl.load(last_tokens_ptr + row, mask=is_row, other=0)
+    tl.store(longs_ptr + offs, token, mask=is_inside)
+    tl.store(longs_ptr + num_tokens + offs, position, mask=is_inside)
+    kv_position = tl.where(is_row, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(longs_ptr + 2 * num_tokens + offs, kv_position, mask=is_inside)
+    tl.store(longs_ptr + 3 * num_tokens + offs, tl.where(is_row, position + 1 - prompt, 0), mask=is_inside)
+    tl.store(context_lens_ptr + offs, tl.where(is_row, computed + 1, 0), mask=is_inside)
+    tl.store(num_computed_ptr + row, computed + 1, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def store_tokens_kernel(
+    last_tokens_ptr,  # int64 [R]
+    rows_ptr,  # int32 [num_tokens], -1 for no row
+    tokens_ptr,  # int64 [num_tokens]
+    num_tokens,
+    BLOCK: tl.constexpr,
+):
+    """last_tokens[rows] = tokens. Grid: (ceil(num_tokens / BLOCK),)."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = offs < num_tokens
+    row = tl.load(rows_ptr + offs, mask=is_inside, other=-1).to(tl.int64)
+    token = tl.load(tokens_ptr + offs, mask=is_inside, other=0)
+    tl.store(last_tokens_ptr + row, token, mask=row >= 0)
+
+
+def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int) -> DecodeInputs:
+    """See the package."""
+    from kernels.row_state import DecodeInputs
+
+    num_tokens = len(rows)
+    longs = torch.empty(4, num_tokens, dtype=torch.int64, device=rows.device)
+    context_lens = torch.empty(num_tokens, dtype=torch.int32, device=rows.device)
+    if num_tokens:
+        decode_inputs_kernel[(ceil_div(num_tokens, BLOCK),)](
+            longs,
+            context_lens,
+            rows,
+            state.last_tokens,
+            state.num_computed,
+            state.num_prompt,
+            state.block_tables,
+            num_tokens,
+            state.block_tables.stride(0),
+            BLOCK_SIZE=block_size,
+            BLOCK=BLOCK,
+        )
+    input_ids, positions, kv_positions, completion_index = longs.unbind(0)
+    return DecodeInputs(input_ids, positions, kv_positions, context_lens, completion_index)
+
+
+def store_tokens(last_tokens: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+    """See the package."""
+    if len(rows):
+        store_tokens_kernel[(ceil_div(len(rows), BLOCK),)](last_tokens, rows, tokens, len(rows), BLOCK=BLOCK)
