@@ -1,7 +1,8 @@
 """Attention of a step's queries over keys and values: `paged_attention`, `cross_attention`, `encoder_attention`.
 
-Build one `AttentionBatch` per step and pass it to every layer. The server uses `paged_attention`, without alibi_slopes
-and sparsity; it does not use `cross_attention`, `encoder_attention` and `BlockSparsity` yet.
+Build one `AttentionBatch` per step and pass it to every layer, or a `RowBatch` where the device alone knows the rows.
+The server uses `paged_attention`, without alibi_slopes and sparsity; it does not use `cross_attention`,
+`encoder_attention` and `BlockSparsity` yet.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import torch
 from kernels.devices import check_devices, runs_triton
 from kernels.fp8 import FP8, KVScale, check_scales
 from kernels.paged_attention import cpu
-from kernels.paged_attention.batch import AttentionBatch
+from kernels.paged_attention.batch import AttentionBatch, RowBatch
 from kernels.paged_attention.options import BlockSparsity, Options
 
-__all__ = ["AttentionBatch", "BlockSparsity", "cross_attention", "encoder_attention", "paged_attention"]
+__all__ = ["AttentionBatch", "BlockSparsity", "RowBatch", "cross_attention", "encoder_attention", "paged_attention"]
 
 
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    batch: AttentionBatch,
+    batch: AttentionBatch | RowBatch,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -95,13 +96,17 @@ def encoder_attention(
 
 
 def _attend(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, batch: AttentionBatch, options: Options
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: AttentionBatch | RowBatch,
+    options: Options,
 ) -> torch.Tensor:
     """Check the arguments, then run the implementation for the device."""
     num_heads, dim = query.shape[-2:]
     num_kv_heads = key_cache.shape[2]
-    if query.dim() != 3 or query.shape[0] != batch.query_start[-1]:
-        raise ValueError(f"query is {tuple(query.shape)}, the batch has {batch.query_start[-1]} tokens")
+    if query.dim() != 3 or query.shape[0] != batch.num_tokens:
+        raise ValueError(f"query is {tuple(query.shape)}, the batch has {batch.num_tokens} tokens")
     if dim != key_cache.shape[3] or num_heads % num_kv_heads or key_cache.shape[:3] != value_cache.shape[:3]:
         raise ValueError(
             f"query {tuple(query.shape)} does not fit caches {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
@@ -122,4 +127,4 @@ def _attend(
 
         if triton_kernel.can_serve(key_cache, value_cache):
             return triton_kernel.paged_attention(query, key_cache, value_cache, batch, options)
-    return cpu.paged_attention(query.contiguous(), key_cache, value_cache, batch, options)
+    return cpu.paged_attention(query.contiguous(), key_cache, value_cache, batch.on_host(), options)

@@ -78,6 +78,8 @@ class AttentionBatch:
     host_tables: npt.NDArray[np.int32]
     is_causal: bool = True  # False: every query sees all keys of its sequence
     is_ragged: bool = False  # the keys are the queries' tokens, which the tables number
+    device_tables: torch.Tensor | None = None  # int32 [num_rows, max_blocks]: the same tables, kept on the device
+    table_rows: npt.NDArray[np.int32] | None = None  # [num_seqs]: each sequence's row of device_tables
     _groups: dict[tuple[object, ...], list[DecodeGroup]] = field(default_factory=dict)
     _prefills: dict[tuple[object, ...], list[PrefillSequence]] = field(default_factory=dict)
     _on_device: dict[torch.device, DeviceBatch] = field(default_factory=dict)
@@ -90,11 +92,14 @@ class AttentionBatch:
         context_lens: Sequence[int],
         *,
         is_causal: bool = True,
+        device_tables: torch.Tensor | None = None,
+        table_rows: npt.NDArray[np.int32] | None = None,
     ) -> AttentionBatch:
         """Check the step's shape. A block table on the host saves a wait for the device.
 
         Sequence i's queries are the tokens query_start[i] to query_start[i + 1]; in a causal batch its last ones, in
-        another any number of them. Sequences with one query take the batched decode path wherever they stand.
+        another any number of them. Sequences with one query take the batched decode path wherever they stand. Where the
+        tables are on the device too, in the rows table_rows of device_tables, they are not uploaded.
         """
         query_start, context_lens = list(query_start), list(context_lens)
         num_sequences = len(context_lens)
@@ -111,7 +116,21 @@ class AttentionBatch:
                 raise ValueError(
                     f"sequence {index} has {num_queries} queries and {context_len} keys, want at least {least_keys}"
                 )
-        return cls(block_tables, query_start, context_lens, block_tables.cpu().numpy(), is_causal)
+        if (device_tables is None) != (table_rows is None) or (
+            table_rows is not None and len(table_rows) != num_sequences
+        ):
+            raise ValueError(
+                f"device_tables and table_rows want each other, and a row for each of {num_sequences} sequences"
+            )
+        return cls(
+            block_tables,
+            query_start,
+            context_lens,
+            block_tables.cpu().numpy(),
+            is_causal,
+            device_tables=device_tables,
+            table_rows=table_rows,
+        )
 
     @classmethod
     def ragged(cls, lengths: Sequence[int]) -> AttentionBatch:
@@ -127,13 +146,25 @@ class AttentionBatch:
         tables = np.minimum(start[:-1, None] + columns, start[1:, None] - 1).astype(np.int32)
         return cls(torch.from_numpy(tables), start.tolist(), lens.tolist(), tables, is_causal=False, is_ragged=True)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the step."""
+        return self.query_start[-1]
+
+    def on_host(self) -> AttentionBatch:
+        """This batch, as `RowBatch.on_host`."""
+        return self
+
     def on_device(self, device: torch.device, block_size: int) -> DeviceBatch:
         """What the GPU kernels read, uploaded by the first layer."""
         self.check_width(block_size)
         if device not in self._on_device:
-            self._on_device[device] = DeviceBatch.build(
-                self.host_tables, self.query_start, self.context_lens, device, is_causal=self.is_causal
-            )
+            lengths = (self.query_start, self.context_lens)
+            if self.device_tables is not None and self.table_rows is not None and self.device_tables.device == device:
+                there = DeviceBatch.of_rows(self.device_tables, self.table_rows, *lengths, is_causal=self.is_causal)
+            else:
+                there = DeviceBatch.build(self.host_tables, *lengths, device, is_causal=self.is_causal)
+            self._on_device[device] = there
         return self._on_device[device]
 
     def check_width(self, block_size: int) -> None:
@@ -162,6 +193,77 @@ class AttentionBatch:
         if key not in self._prefills:
             self._prefills[key] = _Builder(self, cache.shape[1], sliding_window, dtype, cache.device).prefills()
         return self._prefills[key]
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """A step of rows that feed one token each, in place of an AttentionBatch: the host knows no row's length.
+
+    Made anew for each step, and for each graph that is captured: the step's first layer writes the work list. What is
+    launched depends on the number of sequences and on max_context_len alone.
+    """
+
+    block_tables: torch.Tensor  # int32 [num_rows, max_blocks] on the device
+    table_rows: torch.Tensor  # int32 [num_seqs]: each token's row of the tables; -1: no row, its output is not written
+    context_lens: torch.Tensor  # int32 [num_seqs]: KV length, the step's token included
+    max_context_len: int  # no length of a row exceeds it
+    _on_device: list[DeviceBatch] = field(default_factory=list, init=False)  # at most one
+    _on_host: list[AttentionBatch] = field(default_factory=list, init=False)
+
+    is_causal = True
+    is_ragged = False
+
+    def __post_init__(self) -> None:
+        tables, rows, lens = self.block_tables, self.table_rows, self.context_lens
+        if tables.dim() != 2 or rows.dim() != 1 or rows.shape != lens.shape or self.max_context_len < 1:
+            raise ValueError(
+                f"block_tables is {tuple(tables.shape)}, table_rows {tuple(rows.shape)}, context_lens "
+                f"{tuple(lens.shape)}, want [num_rows, max_blocks], [n] and [n]; max_context_len is "
+                f"{self.max_context_len}, want at least 1"
+            )
+        if {tables.dtype, rows.dtype, lens.dtype} != {torch.int32} or len(
+            {tables.device, rows.device, lens.device}
+        ) > 1:
+            raise ValueError("block_tables, table_rows and context_lens must be int32 tensors on one device")
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the step."""
+        return len(self.table_rows)
+
+    def on_device(self, device: torch.device, block_size: int) -> DeviceBatch:
+        """What the GPU kernels read. Nothing is uploaded."""
+        assert device == self.block_tables.device, (
+            f"the rows are on {self.block_tables.device}, the queries on {device}"
+        )
+        if self.max_context_len > self.block_tables.shape[1] * block_size:
+            raise ValueError(
+                f"{self.max_context_len} tokens need more than {self.block_tables.shape[1]} blocks of {block_size}"
+            )
+        if not self._on_device:
+            count = self.num_tokens
+            start = torch.arange(count + 1, dtype=torch.int32, device=device)
+            most = np.full(count, self.max_context_len, dtype=np.int32)
+            there = DeviceBatch(
+                self.block_tables,
+                self.table_rows,
+                start,
+                self.context_lens,
+                True,
+                np.arange(count + 1, dtype=np.int32),
+                most,
+                has_exact_lens=False,
+            )
+            self._on_device.append(there)
+        return self._on_device[0]
+
+    def on_host(self) -> AttentionBatch:
+        """The same step for where there is no Triton; waits for the device."""
+        if not self._on_host:
+            rows, lens = self.table_rows.long().clamp(min=0), self.context_lens.clamp(min=1)
+            tables = self.block_tables[rows].cpu()
+            self._on_host.append(AttentionBatch.build(tables, range(self.num_tokens + 1), lens.tolist()))
+        return self._on_host[0]
 
 
 class _Builder:

@@ -1,12 +1,12 @@
-"""A step's sequences as the GPU kernels read them: int32 tensors on the device, uploaded once per step.
+"""A step's sequences as the GPU kernels read them: int32 tensors on the device.
 
-Also which programs the kernels run: `splits` for sequences with one query, `tiles` for those with several. How many
-they are follows from the numbers of sequences and tokens and one bucket of the step; those not needed are -1.
+Also which programs the kernels run: `work` for sequences with one query, `tiles` for those with several. How many
+programs there are follows from the numbers of sequences and tokens and one bucket of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,29 +18,51 @@ from kernels.devices import upload
 
 
 @dataclass(frozen=True, slots=True)
-class Splits:
-    """Programs for sequences with one query, those of sequences with several first, and -1 behind them.
+class Work:
+    """What decode computes for sequences with one query: (sequence, split), those of several splits first.
 
-    With D sequences and E splits beyond the first of each there are D + bucket(E) programs. At most J = min(D,
-    bucket(E)) sequences have several, whose programs are among the first J + bucket(E): these leave parts to join.
+    The list is written on the device, where the lengths are. The host knows how long it is at most.
     """
 
-    programs: torch.Tensor  # int32 [D + bucket(E), 2]: (sequence, split)
-    joins: torch.Tensor  # int32 [J, 2]: (sequence with several programs, its first one)
-    num_parts: int  # J + bucket(E)
+    programs: torch.Tensor  # int32 [most programs, 2]
+    num_programs: torch.Tensor  # int32 [1]: how many of them there are
+    # int32 [num_seqs, tiles of heads]: how many splits of a tile are computed. Zero between launches: whoever computes
+    # the last split joins all of them, and sets it to zero again.
+    num_done: torch.Tensor
+    num_parts: int  # the programs that leave a part to join are among the first so many
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How a kernel splits sequences. Key of a batch's work."""
+
+    split_keys: int
+    max_splits: int
+    tiles: int  # of heads
+    block_n: int
+    window: int | None
+
+    def most_splits(self, num_keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """As triton_loop.num_splits_of; of a window those of its longest range of tiles."""
+        if self.window is not None:
+            num_keys = np.minimum(num_keys, self.window + self.block_n - 1)
+        splits = np.clip((num_keys + self.split_keys // 2) // self.split_keys, 1, self.max_splits)
+        return np.where(num_keys > 0, splits, 0)
 
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """Built by `AttentionBatch.on_device`."""
+    """Built by `AttentionBatch.on_device` and `RowBatch.on_device`."""
 
-    block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
+    block_tables: torch.Tensor  # int32 [num_rows, max_blocks]
+    table_rows: torch.Tensor  # int32 [num_seqs]: each sequence's row of the tables; -1: the sequence is left out
     query_start: torch.Tensor  # int32 [num_seqs + 1]
     context_lens: torch.Tensor  # int32 [num_seqs]
     is_causal: bool
-    _host_start: npt.NDArray[np.int32]
-    _host_lens: npt.NDArray[np.int32]
-    _splits: dict[tuple[int, int, int | None], Splits] = field(default_factory=dict)
+    host_start: npt.NDArray[np.int32]
+    host_lens: npt.NDArray[np.int32]  # or what no length exceeds, where the host does not know them
+    has_exact_lens: bool = True
+    _work: dict[Splitting, Work] = field(default_factory=dict)
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -56,37 +78,51 @@ class DeviceBatch:
         """One upload for everything. Columns of the tables are added up to a bucket; they are never read."""
         num_blocks = host_tables.shape[1]
         host_tables = np.pad(host_tables, ((0, 0), (0, bucket(num_blocks) - num_blocks)))
-        start = np.array(query_start, dtype=np.int32)
-        lens = np.array(context_lens, dtype=np.int32)
-        tables, starts, lengths = upload_all(device, host_tables, start, lens)
-        return cls(tables, starts, lengths, is_causal, start, lens)
+        start, lens = np.array(query_start, dtype=np.int32), np.array(context_lens, dtype=np.int32)
+        rows = np.arange(len(lens), dtype=np.int32)
+        tables, table_rows, starts, lengths = upload_all(device, host_tables, rows, start, lens)
+        return cls(tables, table_rows, starts, lengths, is_causal, start, lens)
 
-    def splits(self, split_keys: int, max_splits: int, most_keys: int | None) -> Splits:
-        """Programs enough for each sequence's splits; how long they are, the kernel knows.
+    @classmethod
+    def of_rows(
+        cls,
+        block_tables: torch.Tensor,
+        table_rows: npt.NDArray[np.int32],
+        query_start: Sequence[int],
+        context_lens: Sequence[int],
+        *,
+        is_causal: bool,
+    ) -> DeviceBatch:
+        """Over tables that are on the device: an upload of 12 bytes for each sequence."""
+        start, lens = np.array(query_start, dtype=np.int32), np.array(context_lens, dtype=np.int32)
+        rows, starts, lengths = upload_all(block_tables.device, table_rows, start, lens)
+        return cls(block_tables, rows, starts, lengths, is_causal, start, lens)
 
-        Sequences have at most max_splits, each of at least split_keys keys, of which most_keys are visible. Lengths
-        2000 and 40 at 512 keys: programs (0, 0) (0, 1) (0, 2) (0, 3) (1, 0) (-1, -1), and joins (0, 0) (-1, -1).
+    def work(self, splitting: Splitting, write: Callable[[Work], None]) -> Work | None:
+        """The programs of sequences with one query; None if the batch has no such sequence. `write` lists them.
+
+        With D such sequences and E splits beyond the first of each there are at most D + bucket(E) programs, of which
+        the first min(D, bucket(E)) + bucket(E) leave parts. Lengths 2000 and 40 at 512 keys: (0, 0) (0, 1) (0, 2)
+        (0, 3) (1, 0), and room for one more.
         """
-        key = (split_keys, max_splits, most_keys)
-        if key not in self._splits:
-            decodes = np.flatnonzero(np.diff(self._host_start) == 1)
-            num_keys = self._host_lens[decodes]
-            if most_keys is not None:
-                num_keys = np.minimum(num_keys, most_keys)
-            counts = np.minimum(-(-num_keys // split_keys), max_splits)
-            order = np.argsort(-counts, kind="stable")
-            decodes, counts = decodes[order], counts[order]
-            first = np.cumsum(counts) - counts
-            within = np.arange(counts.sum()) - np.repeat(first, counts)
-            programs = np.stack([np.repeat(decodes, counts), within], axis=1)
-            joins = np.stack([decodes, first], axis=1)[counts > 1]
-            num_more = bucket(len(programs) - len(decodes))
-            most_joins = min(len(decodes), num_more)
-            programs_there, joins_there = upload_all(
-                self.query_start.device, _fill(programs, len(decodes) + num_more), _fill(joins, most_joins)
+        if splitting not in self._work:
+            lens = self.host_lens[np.diff(self.host_start) == 1].astype(np.int64)
+            if len(lens) == 0:
+                return None
+            num_more = int(np.maximum(splitting.most_splits(lens) - 1, 0).sum())
+            num_more = bucket(num_more) if self.has_exact_lens else num_more
+            num_seqs, device = len(self.host_lens), self.query_start.device
+            sizes = (2 * (len(lens) + num_more), 1, num_seqs * splitting.tiles)
+            programs, num_programs, num_done = empty_parts(device, *sizes)
+            work = Work(
+                programs.view(-1, 2),
+                num_programs,
+                num_done.view(num_seqs, splitting.tiles),
+                min(len(lens), num_more) + num_more,
             )
-            self._splits[key] = Splits(programs_there, joins_there, most_joins + num_more)
-        return self._splits[key]
+            write(work)
+            self._work[splitting] = work
+        return self._work[splitting]
 
     def tiles(self, queries_per_tile: int) -> torch.Tensor:
         """int32 [num_tiles, 2]: (sequence, its first query in the tile) of every sequence with several queries.
@@ -96,12 +132,12 @@ class DeviceBatch:
         (0, 0) (0, 4) (1, 0) before they are ordered; as many as for 4 and 4, 2 + (8 - 2) // 4.
         """
         if queries_per_tile not in self._tiles:
-            counts = np.diff(self._host_start)
+            counts = np.diff(self.host_start)
             num_tiles = np.where(counts > 1, -(-counts // queries_per_tile), 0)
             sequences = np.repeat(np.arange(len(counts)), num_tiles)
             within = np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
             first = within * queries_per_tile
-            last_key = (self._host_lens - counts)[sequences] + first if self.is_causal else self._host_lens[sequences]
+            last_key = (self.host_lens - counts)[sequences] + first if self.is_causal else self.host_lens[sequences]
             order = np.argsort(-last_key, kind="stable")
             tiles = np.stack([sequences[order], first[order]], axis=1)
             several = counts[counts > 1]
@@ -128,3 +164,10 @@ def upload_all(device: torch.device, *arrays: npt.NDArray[np.int32]) -> list[tor
         packed[place : place + array.size] = array.reshape(-1)
     there = upload(packed, device)
     return [there[place : place + array.size].view(array.shape) for place, array in zip(places, arrays, strict=False)]
+
+
+def empty_parts(device: torch.device, *sizes: int) -> list[torch.Tensor]:
+    """Tensors int32 of these sizes whose values are not set, by one allocation; each at a multiple of 16 bytes."""
+    places = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
+    whole = torch.empty(places[-1], dtype=torch.int32, device=device)
+    return [whole[place : place + size] for place, size in zip(places, sizes, strict=False)]

@@ -27,16 +27,19 @@ class DecodeLaunch:
     block_n: int  # keys
     num_warps: int = 4
     num_stages: int = 3
-    # A program reads at least so many keys, and a sequence is cut in at most so many parts: 64 sequences of 1k tokens
-    # with 8 key heads make 1024 programs, one of 128k tokens 512, for the 132 multiprocessors of an H200.
+    # A sequence is cut in even parts of about so many keys, at most so many of them: 64 sequences of 1k tokens with 8
+    # key heads make 1024 parts, one of 128k tokens 512, for the 132 multiprocessors of an H200.
     split_keys: int = 512
     max_splits: int = 64
+    programs: int = 3  # on each multiprocessor; they share the parts of the step
 
     def __post_init__(self) -> None:
         check_power_of_two("block_m", self.block_m, 16, 32)
         check_power_of_two("block_n", self.block_n, 16, 256)
         check_power_of_two("num_warps", self.num_warps, 1, 16)
         check_power_of_two("max_splits", self.max_splits, 1, 1024)
+        if not 1 <= self.programs <= 16:
+            raise ValueError(f"programs is {self.programs}, want 1 to 16 on each multiprocessor")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages is {self.num_stages}, want 1 to 8")
         if self.split_keys < 1 or self.split_keys % self.block_n:

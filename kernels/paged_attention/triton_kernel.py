@@ -12,7 +12,7 @@ import torch
 
 from kernels.buckets import round_up
 from kernels.devices import device_name
-from kernels.paged_attention.batch import AttentionBatch
+from kernels.paged_attention.batch import AttentionBatch, RowBatch
 from kernels.paged_attention.device_batch import DeviceBatch
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes, decode_launch, prefill_launch
 from kernels.paged_attention.options import Options
@@ -33,7 +33,7 @@ def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    batch: AttentionBatch,
+    batch: AttentionBatch | RowBatch,
     options: Options,
     *,
     decode: DecodeLaunch | None = None,
@@ -104,6 +104,7 @@ def _tensors(
         "key_cache_ptr": key_cache,
         "value_cache_ptr": value_cache,
         "block_tables_ptr": batch.block_tables,
+        "table_rows_ptr": batch.table_rows,
         "query_start_ptr": batch.query_start,
         "context_lens_ptr": batch.context_lens,
         "stride_ot": output.stride(0),

@@ -220,6 +220,16 @@ def sparse_range(
 
 
 @triton.jit
+def num_splits_of(num_keys, SPLIT_KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    """How many programs share so many keys: SPLIT_KEYS for each, rounded, and at most SPLITS. None for no keys.
+
+    512 a split: one program has up to 767 keys, two have up to 1279.
+    """
+    splits = tl.minimum(tl.maximum((num_keys + SPLIT_KEYS // 2) // SPLIT_KEYS, 1), SPLITS)
+    return tl.where(num_keys > 0, splits, 0)
+
+
+@triton.jit
 def decode_range(
     context_len,
     window,
@@ -237,7 +247,8 @@ def decode_range(
     """What the query of a sequence with one query reads, and how that is split.
 
     (first visible key, first tile's key, end, first vertical block, vertical blocks, first local block, keys per
-    split, splits). 1300 keys, no window, at least 512 a split: splits of 512, 512 and 276 keys.
+    split, splits). Splits are even, up to a tile. 1300 keys, no window, 512 a split, tiles of 64: splits of 448, 448
+    and 404 keys.
     """
     first_key = 0
     begin = 0
@@ -252,7 +263,7 @@ def decode_range(
         first_vertical, num_vertical, first_local, end = sparse_range(
             context_len - 1, context_len - 1, head, kv_head, SPARSE_BLOCK, LOCAL_BLOCKS, VERTICAL_STRIDE, HEAD_STEP
         )
-    tiles_per_split = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_N)
-    split_keys = tl.maximum(tiles_per_split * BLOCK_N, SPLIT_KEYS)
+    most_splits = tl.maximum(num_splits_of(end - begin, SPLIT_KEYS, SPLITS), 1)
+    split_keys = tl.cdiv(tl.cdiv(end - begin, most_splits), BLOCK_N) * BLOCK_N
     num_splits = tl.cdiv(end - begin, split_keys)
     return first_key, begin, end, first_vertical, num_vertical, first_local, split_keys, num_splits

@@ -28,6 +28,7 @@ def prefill_kernel(
     key_cache_ptr,
     value_cache_ptr,
     block_tables_ptr,
+    table_rows_ptr,
     query_start_ptr,
     context_lens_ptr,
     tiles_ptr,  # int32 [num_tiles, 2]: sequence, first query; or -1
@@ -131,7 +132,7 @@ def prefill_kernel(
         begin = 0
     key_ptr = key_cache_ptr + kv_head.to(tl.int64) * stride_kh
     value_ptr = value_cache_ptr + kv_head.to(tl.int64) * stride_vh
-    table_ptr = block_tables_ptr + sequence.to(tl.int64) * stride_table
+    table_ptr = block_tables_ptr + tl.load(table_rows_ptr + sequence).to(tl.int64) * stride_table
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

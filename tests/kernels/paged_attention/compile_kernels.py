@@ -9,15 +9,16 @@ from typing import Any
 import triton
 
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes
-from kernels.paged_attention.triton_decode import combine_kernel, decode_kernel
+from kernels.paged_attention.triton_decode import decode_kernel
 from kernels.paged_attention.triton_prefill import prefill_kernel
+from kernels.paged_attention.triton_work import BLOCK, list_kernel
 from tests.kernels.compiling import compile_for_h200, num_unwaited, stack_bytes
 
 AS_QUERY = ("out_ptr", "query_ptr", "sinks_ptr", "slopes_ptr")
 FLOAT32 = ("part_ptr", "part_sum_ptr", "key_scale_ptr", "value_scale_ptr")
 NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp8e4nv": "float8_e4m3fn"}
 SCALARS = ("score_scale", "softcap", "value_scale")
-NOT_OF_16 = ("stride_table", "stride_sp", "window")
+NOT_OF_16 = ("stride_table", "stride_sp", "window", "num_seqs")
 
 
 def compile_kernel(
@@ -59,10 +60,10 @@ def compile_all(
     *,
     dtype: str = "bf16",
     cache: str = "bf16",
-    has_combine: bool = False,
+    has_list: bool = False,
     **options: Any,
 ) -> None:
-    """The kernels of one model, the joining one if has_combine; options are the kernels' that are not off."""
+    """The kernels of one model, that of the work list if has_list; options are the kernels' that are not off."""
     block_d = triton.next_power_of_2(dim)
     sizes = Sizes(NAMES[dtype], NAMES[cache], dim, group)
     decode, prefill = DecodeLaunch.default(sizes), PrefillLaunch.default(sizes)
@@ -74,6 +75,7 @@ def compile_all(
         "BLOCK_DV": block_d,
         "BLOCK_SIZE": block_size,
         "HEAD_TILES": 1,
+        "TILES": 8,
         "SPLIT_KEYS": decode.split_keys,
         "SPLITS": decode.max_splits,
         "stride_qd": 1,
@@ -87,15 +89,16 @@ def compile_all(
     constants |= options
     tiles = constants | {"BLOCK_M": decode.block_m, "BLOCK_N": decode.block_n, "HEADS": min(group, decode.block_m)}
     compile_kernel(decode_kernel, tiles, dtype, cache, num_warps=decode.num_warps, num_stages=decode.num_stages)
-    if has_combine:
-        compile_kernel(combine_kernel, tiles, dtype, cache, num_warps=1, num_stages=1)
+    if has_list:
+        listed = tiles | {"SPLITS_BLOCK": decode.max_splits, "TILES_BLOCK": tiles["TILES"], "BLOCK": BLOCK}
+        compile_kernel(list_kernel, listed, dtype, cache, num_warps=4, num_stages=1)
     tiles |= {"BLOCK_M": prefill.block_m, "BLOCK_N": prefill.block_n, "QUERIES": prefill.block_m // group}
     compile_kernel(prefill_kernel, tiles, dtype, cache, num_warps=prefill.num_warps, num_stages=prefill.num_stages)
 
 
 def main() -> None:
-    compile_all(4, 128, 16, has_combine=True)
-    compile_all(7, 80, 24, HAS_WINDOW=True, HAS_SINKS=True, HAS_SOFTCAP=True, HAS_SLOPES=True, has_combine=True)
+    compile_all(4, 128, 16, has_list=True)
+    compile_all(7, 80, 24, HAS_WINDOW=True, HAS_SINKS=True, HAS_SOFTCAP=True, HAS_SLOPES=True, has_list=True)
     compile_all(4, 128, 16, cache="fp8e4nv", IS_CAUSAL=False)
     sparse: dict[str, Any] = {"SPARSE_BLOCK": 64, "LOCAL_BLOCKS": 16, "VERTICAL_STRIDE": 8, "HEAD_STEP": -1}
     compile_all(4, 128, 16, cache="fp8e4nv", HAS_TOKEN_SCALES=True, **sparse)

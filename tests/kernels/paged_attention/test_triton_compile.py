@@ -21,7 +21,7 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
     of_each = ["decode_kernel", "prefill_kernel"]
-    assert [kernel["kernel"] for kernel in compiled if kernel["kernel"] != "combine_kernel"] == of_each * 9
+    assert [kernel["kernel"] for kernel in compiled if kernel["kernel"] != "list_kernel"] == of_each * 9
     assert len(compiled) == 2 * 9 + 2
     for kernel in compiled:
         is_narrow = kernel["dtype"] == "bf16"
@@ -31,11 +31,11 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
             assert kernel["num_wgmma"] == 0
         if kernel["kernel"] == "prefill_kernel":
             assert (kernel["num_wgmma"] > 0) == is_narrow
-        if kernel["kernel"] != "combine_kernel":
+        if kernel["kernel"] != "list_kernel":
             assert runs_ahead or not is_narrow
             assert (kernel["num_ahead"] > 0) == runs_ahead, "no tile is loaded while another is computed"
         assert kernel["num_unwaited"] == 0, "a wgmma that ptxas before 13.3 may have broken"
-        is_fp8 = kernel["cache"] == "fp8e4nv" and kernel["kernel"] != "combine_kernel"
+        is_fp8 = kernel["cache"] == "fp8e4nv" and kernel["kernel"] != "list_kernel"
         assert (kernel["num_fp8_casts"] > 0) == is_fp8
         assert kernel["stack_bytes"] == 0, "registers are spilled"
         # One program of prefill, whose registers leave no room for two, or two others on a multiprocessor of 228 KiB.

@@ -6,15 +6,18 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.paged_attention import AttentionBatch, BlockSparsity, reference, triton_kernel
+from kernels.paged_attention import AttentionBatch, BlockSparsity, RowBatch, paged_attention, reference, triton_kernel
 from kernels.paged_attention.cases import ALL_CASES, Case, Inputs, make, make_one_hot
+from kernels.paged_attention.device_batch import Splitting, Work
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
 from kernels.paged_attention.options import Options
+from kernels.paged_attention.triton_work import write_list
 from tests.kernels.paged_attention.strategies import cases
 from tests.kernels.tolerances import assert_close
 
@@ -225,23 +228,171 @@ def test_queries_and_heads_past_2_to_the_31_values_are_read(device: torch.device
     assert_close(output.cpu(), define(inputs))
 
 
-def test_a_long_sequence_brings_programs_for_itself_alone() -> None:
-    """At 512 keys a split and four splits at most; 700 keys of each are visible in the last case."""
-    lens = [1300, 40, 512, 9000, 513, 9]
-    batch = AttentionBatch.build(torch.zeros(6, 600, dtype=torch.int32), [0, 1, 2, 3, 4, 5, 9], lens)
+def work_of(batch: AttentionBatch | RowBatch, launch: DecodeLaunch, window: int | None = None) -> Work:
+    """The work list of two tiles of heads, over blocks of 16."""
     on_device = batch.on_device(torch.device("cpu"), 16)
-    work = on_device.splits(512, 4, None)
-    several = [[3, 0], [3, 1], [3, 2], [3, 3], [0, 0], [0, 1], [0, 2], [4, 0], [4, 1]]
-    nobody = [-1, -1]
+    splitting = Splitting(launch.split_keys, launch.max_splits, 2, launch.block_n, window)
+    work = on_device.work(splitting, lambda work: write_list(work, on_device, splitting))
+    assert work is not None
+    assert on_device.work(splitting, lambda work: pytest.fail("a list is written twice")) is work
+    return work
+
+
+def listed(work: Work) -> list[tuple[int, int]]:
+    assert not work.num_done.any()
+    return [(sequence, split) for sequence, split in work.programs[: int(work.num_programs)].tolist()]
+
+
+def test_a_long_sequence_brings_programs_for_itself_alone() -> None:
+    """At 512 keys a split and four splits at most; at most 700 + 63 keys of each are read in the last case."""
+    lens = [1300, 40, 512, 9000, 768, 9]
+    batch = AttentionBatch.build(torch.zeros(6, 600, dtype=torch.int32), [0, 1, 2, 3, 4, 5, 9], lens)
+    launch = DecodeLaunch(16, 64, max_splits=4)
+    work = work_of(batch, launch)
+    several = [(0, 0), (0, 1), (0, 2), (3, 0), (3, 1), (3, 2), (3, 3), (4, 0), (4, 1)]
+    assert listed(work) == [*several, (1, 0), (2, 0)]
     # Six splits more than sequences: a bucket of eight.
-    assert work.programs.tolist() == [*several, [1, 0], [2, 0], nobody, nobody]
-    assert work.joins.tolist() == [[3, 0], [0, 4], [4, 7], nobody, nobody]
-    assert work.num_parts == 13
-    assert on_device.splits(512, 4, None) is work
-    assert on_device.splits(512, 4, 700).joins.tolist() == [[0, 0], [3, 2], [4, 4], nobody]
-    assert work.num_parts == len(work.joins) + 8 >= len(several)
-    short = on_device.splits(512, 4, 300)
-    assert (len(short.programs), len(short.joins), short.num_parts) == (5, 0, 0)
+    assert (len(work.programs), work.num_parts) == (5 + 8, 5 + 8)
+    work = work_of(batch, launch, 700)
+    assert listed(work) == [(sequence, 0) for sequence in range(5)]
+    assert (len(work.programs), work.num_parts) == (5, 0)
+
+
+def test_a_batch_without_single_queries_has_no_work() -> None:
+    batch = AttentionBatch.build(torch.zeros(1, 9, dtype=torch.int32), [0, 5], [90])
+    work = batch.on_device(torch.device("cpu"), 16).work(
+        Splitting(512, 4, 2, 64, None), lambda work: pytest.fail("listed")
+    )
+    assert work is None
+
+
+@pytest.mark.parametrize("num_seqs", [1, 300])
+def test_every_split_is_listed_once(num_seqs: int) -> None:
+    """More sequences than one load of the kernel takes."""
+    generator = torch.Generator().manual_seed(num_seqs)
+    lens = torch.randint(1, 3000, (num_seqs,), generator=generator).tolist()
+    batch = AttentionBatch.build(torch.zeros(num_seqs, 200, dtype=torch.int32), range(num_seqs + 1), lens)
+    work = work_of(batch, DecodeLaunch(16, 64))
+    splits = [max((keys + 256) // 512, 1) for keys in lens]
+    found = listed(work)
+    assert sorted(found) == [(sequence, split) for sequence in range(num_seqs) for split in range(splits[sequence])]
+    assert all(splits[sequence] > 1 for sequence, _ in found[: sum(count for count in splits if count > 1)])
+    assert sum(count for count in splits if count > 1) <= work.num_parts
+
+
+@pytest.mark.parametrize(("keys", "sizes"), [(767, [767]), (1025, [576, 449]), (1300, [448, 448, 404]), (90, [90])])
+def test_splits_are_even(keys: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Each split weighs all its keys alike where queries are zero, and leaves how many they are in its part."""
+    inputs = make(Case("even", ((1, keys),), 2, 1), torch.float32)
+    inputs.query.zero_()
+    seen: list[torch.Tensor] = []
+    usual = torch.Tensor.new_empty
+
+    def kept(self: torch.Tensor, *shape: int, **at: Any) -> torch.Tensor:
+        made = usual(self, *shape, **at)
+        if len(shape) == 3 and shape[-1] == 2:
+            seen.append(made)
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", kept)
+    output = run(inputs, device, decode=DecodeLaunch(16, 64))
+    assert_close(output, define(inputs))
+    if len(sizes) > 1:
+        assert seen[-1][: len(sizes), 0, 1].tolist() == sizes
+    else:
+        assert len(seen[-1]) == 0
+
+
+@pytest.mark.parametrize("name", ["mixed", "window, soft cap, sinks"])
+def test_rows_of_tables_on_the_device_have_the_bits_of_a_table_of_the_step(name: str, device: torch.device) -> None:
+    """The step's sequences lie in other rows of a larger table; the tables of the step itself are not read."""
+    inputs = make(case_named(name), torch.float32)
+    batch = inputs.batch
+    num_seqs, width = batch.block_tables.shape
+    rows = torch.randperm(3 * num_seqs, generator=torch.Generator().manual_seed(1))[:num_seqs]
+    tables = torch.full((3 * num_seqs, width + 5), 1 << 30, dtype=torch.int32)
+    tables[rows, :width] = batch.block_tables
+    there = AttentionBatch.build(
+        torch.full_like(batch.block_tables, 1 << 30),
+        batch.query_start,
+        batch.context_lens,
+        device_tables=tables.to(device),
+        table_rows=rows.numpy().astype(np.int32),
+    )
+    assert torch.equal(run(replace(inputs, batch=there), device), run(inputs, device))
+    with pytest.raises(ValueError, match="want each other"):
+        AttentionBatch.build(batch.block_tables, batch.query_start, batch.context_lens, device_tables=tables)
+
+
+def row_batch(inputs: Inputs, device: torch.device, most: int) -> RowBatch:
+    """Of a batch of decodes: each sequence's blocks in a row of its own, others between them, and a row of padding."""
+    batch = inputs.batch
+    num_seqs, width = batch.block_tables.shape
+    tables = torch.full((2 * num_seqs, max(width, -(-most // 16))), 1 << 30, dtype=torch.int32)
+    rows = torch.arange(num_seqs, dtype=torch.int32) * 2 + 1
+    tables[rows.long(), :width] = batch.block_tables
+    lens = torch.tensor([*batch.context_lens, 1 << 20], dtype=torch.int32)
+    rows = torch.cat([rows, torch.full((1,), -1, dtype=torch.int32)])
+    return RowBatch(tables.to(device), rows.to(device), lens.to(device), most)
+
+
+DECODES = Case("decodes", ((1, 31), (1, 160), (1, 33), (1, 97)), 4, 2)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_rows_whose_lengths_the_host_does_not_know_have_the_same_bits(window: int | None, device: torch.device) -> None:
+    inputs = make(replace(DECODES, sliding_window=window), torch.float32)
+    expected = run(inputs, device)
+    query = torch.cat([inputs.query, torch.full_like(inputs.query[:1], NAN)]).to(device)
+    there = inputs.to(device)
+    for most in (160, 700):
+        batch = row_batch(inputs, device, most)
+        for _ in range(2):  # a second layer finds the list and the counts of the first
+            output = triton_kernel.paged_attention(
+                query, there.key_cache, there.value_cache, batch, there.options, decode=TINY
+            )
+            assert torch.equal(output[:-1].cpu(), run(inputs, device, decode=TINY))
+    assert_close(expected, define(inputs))
+
+
+def test_rows_run_without_triton_too() -> None:
+    inputs = make(DECODES, torch.float32)
+    batch = row_batch(inputs, torch.device("cpu"), 160)
+    output = paged_attention(
+        torch.cat([inputs.query, inputs.query[:1]]),
+        inputs.key_cache,
+        inputs.value_cache,
+        with_known_padding(batch),
+        scale=inputs.options.scale,
+    )
+    assert_close(output[:-1], define(inputs))
+
+
+def with_known_padding(batch: RowBatch) -> RowBatch:
+    """The padding has a length of 0, and a table that may be read."""
+    lens = batch.context_lens.clone()
+    lens[-1] = 0
+    return replace(batch, context_lens=lens, block_tables=batch.block_tables.where(batch.block_tables < 1 << 30, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_context_len": 0}, "max_context_len is 0, want at least 1"),
+        ({"context_lens": torch.zeros(3, dtype=torch.int32)}, r"context_lens \(3,\)"),
+        ({"context_lens": torch.zeros(5)}, "must be int32 tensors on one device"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    batch = row_batch(make(DECODES, torch.float32), torch.device("cpu"), 160)
+    with pytest.raises(ValueError, match=message):
+        replace(batch, **change)
+
+
+def test_a_table_too_narrow_for_the_longest_row_is_refused() -> None:
+    batch = row_batch(make(DECODES, torch.float32), torch.device("cpu"), 160)
+    with pytest.raises(ValueError, match="1600 tokens need more than 11 blocks of 16"):
+        replace(batch, max_context_len=1600).on_device(torch.device("cpu"), 16)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 5])
@@ -251,8 +402,10 @@ def test_every_upload_is_aligned_whatever_the_batch(num_seqs: int, width: int) -
     tables = torch.arange(num_seqs * width, dtype=torch.int32).view(num_seqs, width)
     batch = AttentionBatch.build(tables, range(num_seqs + 1), range(1, num_seqs + 1))
     there = batch.on_device(torch.device("cpu"), 16)
-    splits = there.splits(2, 64, None)
-    parts = (there.block_tables, there.query_start, there.context_lens, splits.programs, splits.joins)
+    work = there.work(Splitting(2, 64, 3, 16, None), lambda work: None)
+    assert work is not None
+    parts = [there.block_tables, there.table_rows, there.query_start, there.context_lens]
+    parts += [work.programs, work.num_programs, work.num_done]
     assert [part.storage_offset() % 4 for part in parts] == [0] * len(parts)
     assert torch.equal(there.block_tables[:, :width], tables)
     assert there.block_tables.shape[1] == {1: 1, 2: 2, 3: 4, 7: 8}[width]
