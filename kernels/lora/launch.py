@@ -14,6 +14,7 @@ from kernels.buckets import check_power_of_two, round_up
 from kernels.lora.layout import ModuleGroup
 from kernels.tuning import tuned
 
+MIN_RANKS = 16  # of a shrink program: the fewest columns of a tensor core product
 MAX_IN_COLUMNS = 128
 PART_COLUMNS = 512  # the least that is worth a program of its own
 MAX_PARTS = 16
@@ -29,16 +30,22 @@ class ShrinkLaunch:
     num_stages: int = 3
 
     def __post_init__(self) -> None:
-        check_power_of_two("ranks", self.ranks, 16, 128)
+        check_power_of_two("ranks", self.ranks, MIN_RANKS, 128)
         check_power_of_two("in_columns", self.in_columns, 16, MAX_IN_COLUMNS)
         check_power_of_two("num_warps", self.num_warps, 1, 16)
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages is {self.num_stages}, want 1 to 8")
 
     @classmethod
-    def default(cls, width: int, page: int) -> ShrinkLaunch:
-        """For ranks up to `width` and pages of `page` columns."""
-        return cls(min(64, max(16, round_up(width))), _page_columns(page))
+    def default(cls, width: int, page: int, dtype: str) -> ShrinkLaunch:
+        """For ranks up to `width` and pages of `page` columns.
+
+        Tiles that are on their way beside the one in use: three, which with it are a part of PART_COLUMNS. Of float32
+        values two: three of the largest take more than the 99 KiB of shared memory that sm_89 has.
+        """
+        return cls(
+            min(64, max(MIN_RANKS, round_up(width))), _page_columns(page), num_stages=3 if dtype == "float32" else 4
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ class Sizes:
 @lru_cache(maxsize=4096)
 def shrink_launch(device_name: str | None, sizes: Sizes) -> ShrinkLaunch:
     """What was measured for such a call on the device, or the default."""
-    return tuned("lora_shrink", ShrinkLaunch.default(sizes.rank, sizes.page), device_name, **asdict(sizes))
+    return tuned("lora_shrink", ShrinkLaunch.default(sizes.rank, sizes.page, sizes.dtype), device_name, **asdict(sizes))
 
 
 @lru_cache(maxsize=4096)

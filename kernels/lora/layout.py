@@ -28,7 +28,7 @@ class PagedModule:
     """One module's weights in the arena, for all slots. Every tensor keeps its address for the life of the arena."""
 
     pages: torch.Tensor  # [num_pages, 8, W]
-    page_ids: torch.Tensor  # int32 [num_pages], shared by all modules and slots
+    page_ids: torch.Tensor  # int32, any length, shared by all modules and slots
     first: torch.Tensor  # int32 [num_slots]: index into page_ids
     rank: torch.Tensor  # int32 [num_slots]; 0 where the slot's adapter does not target the module, or there is none
     scaling: torch.Tensor  # float32 [num_slots]
@@ -44,7 +44,7 @@ class ModuleGroup:
     """
 
     pages: torch.Tensor  # [num_pages, 8, W]
-    page_ids: torch.Tensor  # int32 [num_pages]
+    page_ids: torch.Tensor  # int32, any length
     first: torch.Tensor  # int32 [num_modules, num_slots], and so the next two
     rank: torch.Tensor
     scaling: torch.Tensor  # float32

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels.buckets import round_up
+from kernels.buckets import ceil_div, round_up
 from kernels.devices import check_devices, runs_triton
 from kernels.lora import choice, cpu, native
-from kernels.lora.launch import num_parts
+from kernels.lora.launch import MIN_RANKS, num_parts
 from kernels.lora.layout import H_ALIGN, Epilogue, ModuleGroup, PagedModule
-from kernels.lora.segments import MANY_TOKENS, AdapterSegments, blocks_of_one, split_by_length
+from kernels.lora.segments import COUNTS, MANY_TOKENS, AdapterSegments, blocks_of_one, split_by_length
 from kernels.native import get_num_threads, has_native
 
 
@@ -98,7 +98,8 @@ def lora_shrink(x: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, 
 
     The width is the next power of two from max_rank on; columns past a slot's rank are not set. max_rank must be at
     least the ranks of the segments' slots at these modules; above the width a slot's rows are NaN on a GPU. The planes
-    add up to the product: with few tokens the sum over the input is computed in several parts at once.
+    add up to the product. With few tokens the sum over the input is computed in several parts at once, which are joined
+    to one plane if the segments can count them.
     """
     planes, is_triton = 1, runs_triton(x)
     if is_triton and segments.num_tokens < MANY_TOKENS:
@@ -106,12 +107,15 @@ def lora_shrink(x: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, 
     h = _empty_h(planes, group.num_modules, segments.num_tokens, max_rank, x.device)
     if planes == 1:
         _shrink(x, group, h[0], segments, 1.0)
-    else:
-        from kernels.lora import triton_shrink
+        return h
+    from kernels.lora import triton_shrink
 
-        _check_rows("x", x, segments, group, group.in_features)
-        triton_shrink.shrink(x, h, group, segments)
-    return h
+    _check_rows("x", x, segments, group, group.in_features)
+    joined = None
+    if segments.num_done is not None and group.num_modules * ceil_div(h.shape[3], MIN_RANKS) <= COUNTS:
+        joined = _empty_h(1, group.num_modules, segments.num_tokens, max_rank, x.device)
+    triton_shrink.shrink(x, h, group, segments, joined=joined)
+    return h if joined is None else joined
 
 
 def lora_embed(

@@ -23,6 +23,9 @@ HOST_BLOCK_TOKENS = 48
 # From so many tokens on, a group is likely to fill blocks of 32, and each block reads its adapter once.
 MANY_TOKENS = 512
 
+# Sums of a block that a shrink joins: its modules times its tiles of 16 ranks. With more, the parts stay apart.
+COUNTS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterSegments:
@@ -34,6 +37,8 @@ class AdapterSegments:
     block_end: torch.Tensor  # int32 [num_blocks]: past its last
     block_tokens: int  # the most tokens of a block
     num_slots: int  # of the slot table that the slots are of; a block of any other slot has no adapter
+    # int32 [num_blocks, COUNTS], zero between launches: how many parts of a sum are computed. None: parts stay apart.
+    num_done: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,7 @@ from kernels.devices import device_name
 from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
 from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, ModuleGroup
 from kernels.lora.segments import AdapterSegments, padded_block_tokens
-from kernels.lora.triton_pages import block_tokens, load_vector, page_offsets
+from kernels.lora.triton_pages import block_tokens, load_vector, page_offsets, pages_at
 
 # Ranks of one step of a program. Fixed, since it decides the order of the sum.
 EXPAND_RANKS = 32
@@ -102,17 +102,12 @@ def expand_kernel(
                     h_plane = h_rows + tl.cast(plane, tl.int64) * (stride_hp // H_ALIGN * H_ALIGN)
                     h += tl.load(h_plane[:, None] + offs_r[None, :], mask=is_h, other=0.0)
                 h = tl.where(is_rank[None, :], h, 0.0)
+                pages = pages_at(
+                    page_ids_ptr, first, tl.cdiv(out_features, TILE_WIDTH), offs_r, is_rank, column, out_features,
+                    BLOCK_N, TILE_WIDTH, PAGE_RANKS,
+                )  # fmt: skip
                 offsets, is_inside = page_offsets(
-                    page_ids_ptr,
-                    first,
-                    tl.cdiv(out_features, TILE_WIDTH),
-                    offs_r,
-                    is_rank,
-                    column,
-                    out_features,
-                    BLOCK_N,
-                    TILE_WIDTH,
-                    PAGE_RANKS,
+                    pages, offs_r, is_rank, column, out_features, BLOCK_N, TILE_WIDTH, PAGE_RANKS
                 )
                 b = tl.load(pages_ptr + offsets, mask=is_inside, other=0.0)
                 acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")

@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 @triton.jit
-def page_offsets(
+def pages_at(
     page_ids_ptr,
     first,
     num_tiles,
@@ -27,23 +27,42 @@ def page_offsets(
     TILE_WIDTH: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
 ):
-    """Offsets [R, C] into the pages of a matrix for ranks offs_r and columns from `column` on, and which exist.
+    """Pages that hold ranks offs_r and BLOCK_C columns from `column` on, its multiple: int32 [R], or [R, C] of several.
 
-    `column` is a multiple of BLOCK_C.
+    Zero for what does not exist.
     """
-    offs_c = column + tl.arange(0, BLOCK_C)
     ids_ptr = page_ids_ptr + first + (offs_r // PAGE_RANKS) * num_tiles
+    if TILE_WIDTH % BLOCK_C == 0:  # all columns are of one tile
+        pages = tl.load(ids_ptr + column // TILE_WIDTH, mask=is_rank & (column < num_columns), other=0)
+    else:
+        offs_c = column + tl.arange(0, BLOCK_C)
+        is_inside = is_rank[:, None] & (offs_c < num_columns)[None, :]
+        pages = tl.load(ids_ptr[:, None] + (offs_c // TILE_WIDTH)[None, :], mask=is_inside, other=0)
+    return pages
+
+
+@triton.jit
+def page_offsets(
+    pages,
+    offs_r,
+    is_rank,
+    column,
+    num_columns,
+    BLOCK_C: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+):
+    """Offsets [R, C] into the pages of a matrix for ranks and columns of `pages_at`, and which exist."""
+    offs_c = column + tl.arange(0, BLOCK_C)
     in_page = (offs_r % PAGE_RANKS) * TILE_WIDTH
     is_inside = is_rank[:, None] & (offs_c < num_columns)[None, :]
-    if TILE_WIDTH % BLOCK_C == 0:  # all columns are of one tile
-        page = tl.load(ids_ptr + column // TILE_WIDTH, mask=is_rank & (column < num_columns), other=0).to(tl.int64)
-        rows = page * (PAGE_RANKS * TILE_WIDTH) + in_page
+    if TILE_WIDTH % BLOCK_C == 0:
+        rows = pages.to(tl.int64) * (PAGE_RANKS * TILE_WIDTH) + in_page
         # Without the hint the values are loaded one by one, and not ahead of their product.
         in_tile = tl.multiple_of(column % TILE_WIDTH, BLOCK_C)
         offsets = rows[:, None] + (in_tile + tl.arange(0, BLOCK_C))[None, :]
     else:
-        page = tl.load(ids_ptr[:, None] + (offs_c // TILE_WIDTH)[None, :], mask=is_inside, other=0).to(tl.int64)
-        offsets = page * (PAGE_RANKS * TILE_WIDTH) + in_page[:, None] + (offs_c % TILE_WIDTH)[None, :]
+        offsets = pages.to(tl.int64) * (PAGE_RANKS * TILE_WIDTH) + in_page[:, None] + (offs_c % TILE_WIDTH)[None, :]
     return offsets, is_inside
 
 

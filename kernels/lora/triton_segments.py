@@ -5,12 +5,14 @@ Each program reads all token slots, which are few: 8192 tokens and 256 slots are
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.buckets import round_up
-from kernels.lora.segments import AdapterSegments, empty_segments
+from kernels.lora.segments import COUNTS, AdapterSegments, empty_segments
 
 BLOCK = 1024  # token slots per load
 
@@ -34,12 +36,14 @@ def place_kernel(
     block_slot_ptr,
     block_start_ptr,
     block_end_ptr,
+    num_done_ptr,
     num_tokens,
     num_slots,
     num_blocks,
     block_tokens,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):
     """Writes the group of one slot and its blocks; the last program what is left over. Grid: [num_slots + 1]."""
     slot = tl.program_id(0)
@@ -56,6 +60,8 @@ def place_kernel(
             tl.store(block_slot_ptr + begin + offs, -1, mask=is_left)
             tl.store(block_start_ptr + begin + offs, 0, mask=is_left)
             tl.store(block_end_ptr + begin + offs, 0, mask=is_left)
+        for begin in range(0, num_blocks * COUNTS, BLOCK):
+            tl.store(num_done_ptr + begin + offs, 0, mask=begin + offs < num_blocks * COUNTS)
     else:
         end = start + tl.load(counts_ptr + slot)
         place = start
@@ -87,6 +93,7 @@ def segments(
     if out.num_tokens == 0:
         return out
     counts = token_slots.new_empty(num_slots)
+    num_done = token_slots.new_empty(out.num_blocks, COUNTS)
     count_kernel[(num_slots,)](token_slots, counts, out.num_tokens, BLOCK=block)
     place_kernel[(num_slots + 1,)](
         token_slots,
@@ -95,11 +102,13 @@ def segments(
         out.block_slot,
         out.block_start,
         out.block_end,
+        num_done,
         out.num_tokens,
         num_slots,
         out.num_blocks,
         block_tokens,
         BLOCK=block,
         SLOTS=round_up(num_slots),
+        COUNTS=COUNTS,
     )
-    return out
+    return replace(out, num_done=num_done)

@@ -1,7 +1,7 @@
 """Shrink on pages in Triton, for any mix of ranks in one launch.
 
-The sum over the input is cut in NUM_PARTS parts by the input's width alone; whether one program computes all parts or
-each its own plane, they are added in order.
+The sum over the input is cut in NUM_PARTS parts by the input's width alone. One program computes all parts, or each its
+own plane. Planes are added in the same order by the program that ends last, or by whoever reads them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from kernels.buckets import ceil_div
 from kernels.devices import device_name
 from kernels.lora.launch import ShrinkLaunch, Sizes, num_parts, part_steps, shrink_launch
 from kernels.lora.layout import PAGE_RANKS, ModuleGroup
-from kernels.lora.segments import AdapterSegments, padded_block_tokens
-from kernels.lora.triton_pages import block_tokens, page_offsets
+from kernels.lora.segments import COUNTS, AdapterSegments, padded_block_tokens
+from kernels.lora.triton_pages import block_tokens, page_offsets, pages_at
 
 
 @triton.jit(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])
 def shrink_kernel(
     x_ptr,
     h_ptr,
+    joined_ptr,
+    num_done_ptr,
     pages_ptr,
     page_ids_ptr,
     first_ptr,
@@ -46,12 +48,15 @@ def shrink_kernel(
     NUM_PARTS: tl.constexpr,
     PART_STEPS: tl.constexpr,
     HAS_PLANES: tl.constexpr,
+    IS_JOINED: tl.constexpr,
+    COUNTS: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
 ):
     """h [plane, module, token, rank] = scaling * x [token, in] @ A[module, slot].T, float32.
 
-    Grid: [blocks, rank tiles * planes, modules]. Without planes there is one, the sum of all parts.
+    Grid: [blocks, rank tiles * planes, modules]. Without planes there is one, the sum of all parts. With IS_JOINED the
+    last program of a tile adds the planes up to `joined`, of which the strides are those of a plane.
     """
     block = tl.program_id(0)
     module = tl.program_id(2).to(tl.int64)
@@ -74,6 +79,11 @@ def shrink_kernel(
             offs_r = rank_begin + tl.arange(0, BLOCK_R)
             is_rank = offs_r < rank
             x_rows = x_ptr + tokens * stride_xt
+            num_tiles = tl.cdiv(in_features, TILE_WIDTH)
+            pages = pages_at(
+                page_ids_ptr, first, num_tiles, offs_r, is_rank, part_begin * PART_STEPS * BLOCK_K, in_features,
+                BLOCK_K, TILE_WIDTH, PAGE_RANKS,
+            )  # fmt: skip
             total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
             for part in range(part_begin, part_end):
                 acc = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
@@ -83,17 +93,14 @@ def shrink_kernel(
                     is_x = is_token[:, None] & (offs_k < in_features)[None, :]
                     x = tl.load(x_rows[:, None] + (offs_k.to(tl.int64) * stride_xk)[None, :], mask=is_x, other=0.0)
                     offsets, is_inside = page_offsets(
-                        page_ids_ptr,
-                        first,
-                        tl.cdiv(in_features, TILE_WIDTH),
-                        offs_r,
-                        is_rank,
-                        column,
-                        in_features,
-                        BLOCK_K,
-                        TILE_WIDTH,
-                        PAGE_RANKS,
+                        pages, offs_r, is_rank, column, in_features, BLOCK_K, TILE_WIDTH, PAGE_RANKS
                     )
+                    # The pages of the next step. Were they read where they are used, the loads of A that run ahead
+                    # would wait for them, and of three stages one would be left for A and x.
+                    pages = pages_at(
+                        page_ids_ptr, first, num_tiles, offs_r, is_rank, column + BLOCK_K, in_features,
+                        BLOCK_K, TILE_WIDTH, PAGE_RANKS,
+                    )  # fmt: skip
                     a = tl.load(pages_ptr + offsets, mask=is_inside, other=0.0)
                     acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
                 total += acc
@@ -101,9 +108,22 @@ def shrink_kernel(
             # A launch cannot raise: ranks that h has no room for turn its rows to NaN.
             total = tl.where(rank > width, float("nan"), total)
             h_rows = h_ptr + plane.to(tl.int64) * stride_hp if HAS_PLANES else h_ptr
-            h_rows += module * stride_hs + tokens * stride_ht
+            in_plane = (module * stride_hs + tokens * stride_ht)[:, None] + offs_r[None, :]
             is_h = is_token[:, None] & (offs_r < tl.minimum(rank, width))[None, :]
-            tl.store(h_rows[:, None] + offs_r[None, :], total, mask=is_h)
+            tl.store(h_rows + in_plane, total, mask=is_h)
+            if IS_JOINED:
+                # All threads have stored their values before one of them says so to the other programs.
+                tl.debug_barrier()
+                rank_tiles = tl.num_programs(1) // NUM_PARTS
+                done_ptr = num_done_ptr + block * COUNTS + tl.program_id(2) * rank_tiles + tl.program_id(1) // NUM_PARTS
+                if tl.atomic_add(done_ptr, 1, sem="acq_rel") == NUM_PARTS - 1:
+                    joined = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+                    for each in range(0, NUM_PARTS):
+                        # Other programs wrote them: read from where all multiprocessors see them.
+                        plane_ptr = h_ptr + tl.cast(each, tl.int64) * stride_hp
+                        joined += tl.load(plane_ptr + in_plane, mask=is_h, other=0.0, cache_modifier=".cg")
+                    tl.store(joined_ptr + in_plane, joined, mask=is_h)
+                    tl.store(done_ptr, 0)
 
 
 def shrink(
@@ -114,10 +134,16 @@ def shrink(
     *,
     scaling: float = 1.0,
     parts: int | None = None,
+    joined: torch.Tensor | None = None,
     launch: ShrinkLaunch | None = None,
 ) -> None:
-    """x [T, in] into h [planes, modules, T, width]; planes is 1 or `parts` (default num_parts(in))."""
+    """x [T, in] into h [planes, modules, T, width]; planes is 1 or `parts` (default num_parts(in)).
+
+    joined [1, modules, T, width] gets the sum of several planes; the segments must count what is done.
+    """
     planes, num_modules, _, width = h.shape
+    assert joined is None or (segments.num_done is not None and planes > 1), "there is nothing to join, or to count by"
+    assert joined is None or joined.stride()[1:] == h.stride()[1:], f"joined has strides {joined.stride()}"
     parts = num_parts(group.in_features) if parts is None else parts
     assert planes in (1, parts), f"{planes} planes for {parts} parts"
     if segments.num_blocks == 0 or width == 0:
@@ -127,6 +153,8 @@ def shrink(
     shrink_kernel[grid](
         x,
         h,
+        h if joined is None else joined,
+        segments.order if segments.num_done is None else segments.num_done,
         group.pages,
         group.page_ids,
         group.first,
@@ -151,6 +179,8 @@ def shrink(
         NUM_PARTS=parts,
         PART_STEPS=part_steps(group.in_features, parts, launch.in_columns),
         HAS_PLANES=planes > 1,
+        IS_JOINED=joined is not None,
+        COUNTS=COUNTS,
         TILE_WIDTH=group.pages.shape[2],
         PAGE_RANKS=PAGE_RANKS,
         num_warps=launch.num_warps,

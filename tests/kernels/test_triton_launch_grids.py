@@ -4,6 +4,7 @@ settings launch the same programs with the same numbers, as a captured graph wou
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from kernels.buckets import bucket, round_up
-from kernels.lora import adapter_segments, ops, triton_segments
+from kernels.lora import ModuleGroup, adapter_segments, ops, triton_segments
 from kernels.lora.cases import Case, GroupInputs, make_group
-from kernels.paged_attention import AttentionBatch, triton_kernel
+from kernels.paged_attention import AttentionBatch, RowBatch, triton_kernel
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
 from kernels.paged_attention.options import Options
 from kernels.rope import cases as rope_cases
 from kernels.rope import triton_kernel as rope
+from kernels.sampling import sample_and_check
 from kernels.sampling import triton_kernel as sampling
 from kernels.sampling.cases import make_adjustments
 from kernels.store_kv import cases as store_cases
@@ -84,10 +86,10 @@ def attended(
 @pytest.mark.parametrize(
     ("window", "decodes", "others", "more"),
     [
-        # Splits beyond the first of each sequence: 3, 4 and 3, which are a bucket; 2.
-        (None, (1900, 40, 512), ((7, 400, 2049), (600, 30, 1100)), (600, 600, 7)),
-        # At most 963 keys are read, two splits: 1, 1 and 1; 2.
-        (900, (1900, 40, 512), ((7, 400, 2049), (513, 30, 300)), (600, 600, 7)),
+        # Splits beyond the first of each sequence: 3, 3 and 3, which are a bucket of 4; 0.
+        (None, (1900, 40, 512), ((7, 400, 2049), (767, 30, 1800)), (600, 600, 7)),
+        # At most 963 keys are read, two splits: 1, 1 and 1; 0.
+        (900, (1900, 40, 512), ((7, 400, 2049), (900, 30, 300)), (600, 600, 7)),
     ],
 )
 def test_batches_of_one_bucket_launch_the_same_grids_whatever_their_lengths(
@@ -97,29 +99,48 @@ def test_batches_of_one_bucket_launch_the_same_grids_whatever_their_lengths(
     more: Sequence[int],
     launches: list[Launch],
 ) -> None:
-    """Mixed steps of three decodes and two chunks of 128 tokens in all."""
+    """Mixed steps of three decodes and two chunks of 128 tokens in all. Two multiprocessors hold six programs."""
 
     def step(keys: Sequence[int], chunks: Sequence[tuple[int, int]], width: int) -> list[Launch]:
         return attended(launches, [*((1, number) for number in keys), *chunks], width, window)
 
     first = step(decodes, [(40, 40), (88, 1700)], 140)
     assert [(name, grid) for name, grid, _ in first] == [
-        ("decode_kernel", (3 + (1 if window else 4), 2)),
-        ("combine_kernel", (1 if window else 3, 8)),
+        ("list_kernel", (5,)),
+        ("decode_kernel", (6,)),
         ("prefill_kernel", (2 + 126 // 64, 2)),
     ]
+    assert first[1][2]["programs_ptr"] == (3 + (1 if window else 4), 2)
     assert step(others[0], [(126, 300), (2, 2000)], 144) == first
     assert step(others[1], [(64, 64), (64, 90)], 129) == first
     assert step(more, [(64, 64), (64, 90)], 129) != first
 
 
-def test_a_step_without_long_sequences_joins_nothing_and_has_no_parts(launches: list[Launch]) -> None:
+def test_a_step_without_long_sequences_has_no_parts(launches: list[Launch]) -> None:
     short = attended(launches, [(1, 40)] * 5)
-    (launch,) = short
-    assert launch[1] == (5, 2)
-    assert launch[2]["part_ptr"] == (0, 8, 16)
-    assert attended(launches, [(1, 512), (1, 1), (1, 2), (1, 3), (1, 300)]) == short
-    assert attended(launches, [(1, 513), (1, 1), (1, 2), (1, 3), (1, 300)])[0][1] == (6, 2)
+    assert [(name, grid) for name, grid, _ in short] == [("list_kernel", (5,)), ("decode_kernel", (6,))]
+    assert short[1][2]["part_ptr"] == (0, 8, 16)
+    assert attended(launches, [(1, 767), (1, 1), (1, 2), (1, 3), (1, 300)]) == short
+    assert attended(launches, [(1, 768), (1, 1), (1, 2), (1, 3), (1, 300)])[1][2]["part_ptr"] == (2, 8, 16)
+
+
+def test_rows_on_the_device_launch_what_their_number_says(launches: list[Launch]) -> None:
+    """Every layer launches one kernel, the first one the list too. Neither the lengths nor the rows change anything."""
+
+    def launched(rows: Sequence[int], lens: Sequence[int]) -> list[Launch]:
+        query, cache = torch.empty(len(rows), 8, 16), torch.empty(4, 16, 2, 16)
+        tables = torch.zeros(64, 128, dtype=torch.int32)
+        indices, lengths = (torch.tensor(values, dtype=torch.int32) for values in (rows, lens))
+        batch = RowBatch(tables, indices, lengths, 2048)
+        launches.clear()
+        for _ in range(3):
+            triton_kernel.paged_attention(query, cache, cache, batch, Options(0.25), decode=DecodeLaunch(16, 64))
+        return list(launches)
+
+    first = launched([3, 0, 9, -1], [2000, 1, 700, 1])
+    assert [(name, grid) for name, grid, _ in first] == [("list_kernel", (4,)), *[("decode_kernel", (6,))] * 3]
+    assert first[1][2]["programs_ptr"] == (16, 2)
+    assert launched([1, 2, 3, 63], [1, 2, 3, 4]) == first
 
 
 MIXED = Case("grid", (0, 1, -1, 3, 2, 1, 0, 3), (8, 17, 33, 5), 1536, 1536, 64)
@@ -153,6 +174,29 @@ def test_adapters_launch_the_same_grids_whatever_their_ranks_and_tokens(
     assert launched(make_group(other, (64, 32), torch.float32)) == first
     wider = make_group(replace(MIXED, ranks=(8, 65, 33, 5)), (64, 32), torch.float32)
     assert launched(wider) != first
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_adapters", "blocks"), [(64, 8, 11), (64, 64, 64), (256, 8, 23), (256, 64, 76)]
+)
+def test_programs_follow_the_adapters_of_the_step_not_the_slots(
+    num_tokens: int, num_adapters: int, blocks: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The linears of an 8B Llama with 256 slots, adapters of rank 16: as many programs as work, and a few more."""
+    monkeypatch.setattr(ops, "runs_triton", lambda tensor: True)
+    table = torch.zeros(3, 256, dtype=torch.int32)
+    slots = torch.arange(num_tokens, dtype=torch.int32) % num_adapters * 3
+    segments = adapter_segments(slots, 256, num_groups=num_adapters)
+    grids = []
+    for in_features, widths in ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336,) * 2), (14336, (4096,))):
+        pages = torch.empty(1, 8, 1024, dtype=torch.bfloat16)
+        rows = table[: len(widths)]
+        group = ModuleGroup(pages, table[0], rows, rows, rows.float(), in_features, widths)
+        x, y = (torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in (in_features, sum(widths)))
+        ops.add_lora_group(y, x, group, segments, max_rank=16)
+        grids += [math.prod(grid) for _, grid, _ in launches]
+        launches.clear()
+    assert grids == [blocks * programs for programs in (8 * 3, 32 * 3, 8, 32, 8 * 2, 112 * 2, 16, 32)]
 
 
 def test_routing_tokens_launches_the_same_grids_whatever_their_slots(launches: list[Launch]) -> None:
@@ -194,3 +238,29 @@ def test_sampling_launches_the_same_grids_whatever_the_rows_ask_for(launches: li
     first = launched([(1.0, 5, 0.9, 0.1), (0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0)], 129)
     assert len(first) == 2 + 1 + 2 * 9 + 2
     assert launched([(0.2, 50, 0.1, 0.0), (2.0, 3, 0.5, 0.2), (0.0, 1, 1.0, 0.0)], 256) == first
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (None, ["best_kernel", "pick_kernel"]),
+        ([(0.7, 0, 1.0, 0.0)] * 3, ["best_kernel", "pick_kernel"]),
+        (
+            [(0.7, 5, 1.0, 0.0)] * 3,
+            ["highest_kernel", *["digit_kernel"] * 8, "lowest_kernel", "draw_kernel", "pick_kernel"],
+        ),
+        ([(0.7, 0, 1.0, 0.1)] * 3, ["highest_kernel", "draw_kernel", "pick_kernel"]),
+    ],
+    ids=["greedy", "drawn", "top-k", "min-p"],
+)
+def test_rows_without_limits_are_sampled_in_one_pass(
+    settings: Sequence[tuple[float, int, float, float]] | None,
+    expected: Sequence[str],
+    launches: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pass that checks the logits and finds each part's winner, and one that joins the parts."""
+    monkeypatch.setattr("kernels.sampling.runs_triton", lambda tensor: True)
+    monkeypatch.setattr("kernels.sampling.native.can_serve", lambda logits: False)
+    sample_and_check(make_logits(3, 301), None if settings is None else make_rows(settings))
+    assert [name for name, _, _ in launches] == expected

@@ -27,5 +27,8 @@ def test_kernels_compile_for_an_h200_without_wgmma(tmp_path: Path) -> None:
     products = [kernel for kernel in compiled if kernel["kernel"] in PRODUCTS]
     assert [kernel["num_single_loads"] for kernel in products] == [0, 0]
     assert products[0]["num_copies_of_16"] > 0
+    # Page ids are read a step before they are used: where they were read in place, one step was in memory at a time.
+    assert products[0]["num_ahead"] > 0, "no step is loaded while another is computed"
+    assert products[0]["num_buffers"] == 3
     # Three programs fit on a multiprocessor of 228 KiB.
     assert all(kernel["shared_bytes"] < 76 * 1024 for kernel in compiled)

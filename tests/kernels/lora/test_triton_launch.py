@@ -57,7 +57,8 @@ def test_what_the_kernels_cannot_run_with_is_refused(build: Any, message: str) -
     ("width", "page", "ranks", "columns"), [(8, 1024, 16, 128), (40, 48, 64, 16), (200, 5, 64, 64)]
 )
 def test_defaults_follow_ranks_and_pages(width: int, page: int, ranks: int, columns: int) -> None:
-    assert ShrinkLaunch.default(width, page) == ShrinkLaunch(ranks, columns)
+    assert ShrinkLaunch.default(width, page, "float32") == ShrinkLaunch(ranks, columns, num_stages=3)
+    assert ShrinkLaunch.default(width, page, "bfloat16") == ShrinkLaunch(ranks, columns, num_stages=4)
     assert ExpandLaunch.default(page) == ExpandLaunch(columns)
 
 
@@ -75,10 +76,10 @@ def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     for module in (triton_shrink, triton_expand):
         monkeypatch.setattr(module, "device_name", lambda tensor: DEVICE)
-    assert shrink_launch(DEVICE, Sizes.of_shrink(x, h, group)) == ShrinkLaunch(16, 32, 2)
+    assert shrink_launch(DEVICE, Sizes.of_shrink(x, h, group)) == ShrinkLaunch(16, 32, 2, num_stages=4)
     assert expand_launch(DEVICE, Sizes.of_expand(y, h, group)) == ExpandLaunch(64, 8)
     other = replace(Sizes.of_shrink(x, h, group), rank=40)
-    assert shrink_launch(DEVICE, other) == ShrinkLaunch.default(40, 16)
+    assert shrink_launch(DEVICE, other) == ShrinkLaunch.default(40, 16, "bfloat16")
     results = []
     for of_shrink, of_expand in ((None, None), (ShrinkLaunch(64, 16), ExpandLaunch(16))):
         total = y.clone()

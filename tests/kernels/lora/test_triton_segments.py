@@ -44,7 +44,9 @@ def plain(slots: list[int], num_slots: int, block_tokens: int) -> dict[str, list
 
 
 def lists(segments: AdapterSegments) -> dict[str, list[int]]:
-    values = {field.name: getattr(segments, field.name) for field in fields(segments)}
+    """Of the tokens and blocks; what counts is zero where there is any."""
+    assert segments.num_done is None or not segments.num_done.any()
+    values = {field.name: getattr(segments, field.name) for field in fields(segments) if field.name != "num_done"}
     return {name: value.tolist() for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 

@@ -130,10 +130,10 @@ def test_shrink_is_checked_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_expand_is_checked_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From two planes, as the shrink of 1024 columns leaves them."""
+    """From one plane, as the shrink leaves it though it sums 1024 columns in two parts."""
     problem = expand_problem(SMALL, CPU, torch.bfloat16)
     assert problem.sizes == {
-        "dtype": "bfloat16", "features": 48, "page": 16, "planes": 2, "rank": 5, "modules": 2, "tokens": 3
+        "dtype": "bfloat16", "features": 48, "page": 16, "planes": 1, "rank": 5, "modules": 2, "tokens": 3
     }  # fmt: skip
     assert problem.is_right(problem.default)
     assert problem.is_right(ExpandLaunch(64, 8))

@@ -1,0 +1,151 @@
+"""What a decode step launches on a GPU, counted on the CPU: the layers take the GPU's branches, and launches of Triton
+kernels are recorded instead of run. Neither rows nor adapters add a launch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data_plane.engine.build import build_engine
+from data_plane.engine.engine import TorchEngine
+from data_plane.plan import NewRow, RowSampling
+from kernels import native
+from tests.data_plane.engine.packing import pack
+from tests.data_plane.engine.planner import GREEDY, array, make_plan
+from tests.data_plane.engine.test_oracle import worker_config
+from tests.makers import make_adapter, make_checkpoint
+
+NUM_LAYERS = 2  # of the checkpoint
+# Of one layer: norms with the residual sums, rotation with the cache write, attention, the gate.
+LAYER = {"rms_norm_kernel": 2, "rope_kernel": 1, "decode_kernel": 1, "gated_activation_kernel": 1}
+# q k v, the output, gate and up, down.
+ADAPTERS = {"shrink_kernel": 4, "expand_kernel": 4}
+PRODUCTS = 4 * NUM_LAYERS + 1
+# The first norm, the list of decode's programs, and the choice of tokens in two launches.
+STEP = {"rms_norm_kernel": 1, "list_kernel": 1, "best_kernel": 1, "pick_kernel": 1}
+TRITON_BRANCHES = [
+    f"{module}.runs_triton"
+    for module in (
+        "kernels.rms_norm",
+        "kernels.rope",
+        "kernels.store_kv",
+        "kernels.paged_attention",
+        "kernels.gated_activation",
+        "kernels.lora.ops",
+        "kernels.sampling",
+        "data_plane.adapters.step.adapter_steps",
+    )
+]
+ROWS, PROMPT = 6, [5, 9, 200, 31, 77]
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, by the names that they have on a CPU too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "linear", "_linear_pointwise")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _native_settings_of_this_test() -> Iterator[None]:
+    usual = native.settings()
+    yield
+    native.configure(usual)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
+    """With the layers of a GPU, and adapters of two ranks in slots 0 and 1."""
+    monkeypatch.setattr(TRITON_BRANCHES[-1], lambda tensor: True)
+    engine = build_engine(worker_config(checkpoint, native_code="off"))
+    for slot, rank in enumerate((4, 8)):
+        adapter = make_adapter(tmp_path / f"adapter{slot}", checkpoint, rank=rank, seed=slot)
+        packed = pack(adapter, engine.capacities.model_fingerprint)
+        engine.slots.load(slot, 1, packed.digest, packed)
+    return engine
+
+
+def launched(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slots: Sequence[int | None], sampling: RowSampling = GREEDY
+) -> tuple[Counter[str], int]:
+    """Launches by kernel and matrix products of a decode step of rows with these slots."""
+    from triton.runtime.jit import KernelInterface
+
+    new = [
+        NewRow(
+            row=row,
+            token_ids=array(PROMPT),
+            num_prompt_tokens=len(PROMPT),
+            num_computed_tokens=0,
+            block_ids=array([2 * row, 2 * row + 1]),
+            slot=slot,
+            slot_generation=1,
+            sampling=sampling,
+        )
+        for row, slot in enumerate(slots)
+    ]
+    engine.execute(make_plan(1, new=new, prefills=[(row, len(PROMPT)) for row in range(len(slots))]))
+    recorded: Counter[str] = Counter()
+
+    def launcher(kernel: Any, _grid: Sequence[int]) -> Callable[..., None]:
+        def launch(*positional: Any, **named: Any) -> None:
+            recorded[kernel.fn.__name__] += 1
+            arguments = dict(zip(kernel.arg_names, positional, strict=False)) | named
+            for name in ("tokens_ptr", "is_finite_ptr"):  # what the engine reads
+                if name in arguments:
+                    arguments[name].fill_(1)
+
+        return launch
+
+    with monkeypatch.context() as patched, Products() as products:
+        for branch in TRITON_BRANCHES:
+            patched.setattr(branch, lambda tensor: True)
+        patched.setattr(KernelInterface, "__getitem__", launcher)
+        output = engine.execute(make_plan(2))
+    assert output.token_ids.tolist() == [1] * len(slots)
+    return recorded, products.count
+
+
+def step_of(*layer: dict[str, int], own: dict[str, int] | None = None) -> Counter[str]:
+    """Launches of a step by those of a layer."""
+    expected = Counter(STEP if own is None else own)
+    for kernels in layer:
+        expected.update({name: NUM_LAYERS * count for name, count in kernels.items()})
+    return expected
+
+
+@pytest.mark.parametrize("num_rows", [1, ROWS])
+def test_launches_of_a_step_without_adapters(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    assert launched(engine, monkeypatch, [None] * num_rows) == (step_of(LAYER), PRODUCTS)
+    assert sum(LAYER.values()) == 5
+
+
+@pytest.mark.parametrize("slots", [[0], [0] * ROWS, [0, 1, None, 0, 1, None]], ids=["one", "one slot", "mixed"])
+def test_launches_of_a_step_with_adapters(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slots: list[int | None]
+) -> None:
+    """Grouping the tokens by slot adds two launches on a GPU; a CPU groups them with torch's operations."""
+    assert launched(engine, monkeypatch, slots) == (step_of(LAYER, ADAPTERS), PRODUCTS)
+
+
+def test_rows_that_draw_launch_no_more_than_greedy_ones(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = RowSampling(temperature=0.8, top_k=0, top_p=1.0, seed=3)
+    assert launched(engine, monkeypatch, [None] * ROWS, drawn) == (step_of(LAYER), PRODUCTS)
