@@ -64,11 +64,16 @@ def sample_and_check(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As sample, for any logits; and whether all of each row are finite, bool [n].
 
-    The token of a row that is not finite means nothing. With native code both are found in one pass.
+    The token of a row that is not finite means nothing, and is one of the vocabulary. Native code, and a GPU for rows
+    without limits, find both in one pass.
     """
     adjustments = _checked(logits, rows, adjustments)
     if len(logits) and native.can_serve(logits) and not _needs_definition(rows):
         return native.sample(logits, rows, adjustments)
+    if len(logits) and runs_triton(logits) and not _needs_definition(rows):
+        from kernels.sampling import triton_kernel
+
+        return triton_kernel.sample_and_check(logits, rows, adjustments)
     is_finite = torch.isfinite(logits).all(dim=-1)
     # is_finite is not read from a GPU: the host waits only once, after everything of the step is queued.
     if logits.is_cuda or not is_finite.all():

@@ -159,14 +159,15 @@ typedef struct {
 /* The best of the tokens [token, token + WIDE), whose values lie at `values`, and of those before them.
  *
  * Noise costs two logarithms. It is at most -log(1 - u), since 1 - u <= -log(u), and that is at most the power of two
- * of 1 - u in units of -log(2), rounded up here: most tokens cannot be the best one and are not looked at further. */
+ * of 1 - u in units of -log(2), rounded up here: most tokens cannot be the best one and are not looked at further. Those
+ * that a constraint forbids have scores so low that noise is lost in them: none is better than the first. */
 INLINE Best judge(const Judge *by, const float *values, int64_t token, Best best) {
     const wide value = load_wide(values);
     const longs is_kept = value >= (double)by->lowest;
     if (!any_of(is_kept)) return best;
     const wide score = scores_of(value, by->highest, by->temperature), uniform = uniform_of(by->key, token);
     const longs power = (longs)((words)(1.0 - uniform) >> 52) - 1023;
-    if (!any_of(is_kept & (score - 0.6932 * from_longs(power) >= best.score))) return best;
+    if (!any_of(is_kept & (score - 0.6932 * from_longs(power) > best.score))) return best;
     const wide noisy = score - logarithm(-logarithm(uniform));
     longs is_judged = is_kept;
     if (by->min_p > 0) is_judged &= exponential_wide(score) >= by->min_p;

@@ -1,4 +1,7 @@
-"""Sampling on the GPU: the reference's tokens, by a search for what is kept and one pass for the draw."""
+"""Sampling on the GPU: the reference's tokens. One pass over the logits where no row has a limit.
+
+Limits bring a pass for the highest value, a search for what is kept, and a pass for the draw.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,19 @@ import triton.language as tl
 from kernels.buckets import ceil_div, round_up
 from kernels.devices import device_name
 from kernels.sampling.launch import SampleLaunch, Sizes, sample_launch
-from kernels.sampling.rows import Adjustments, SamplingRows, rows_of
+from kernels.sampling.rows import Adjustments, SamplingRows
 from kernels.sampling.triton_adjust import adjust
 from kernels.sampling.triton_search import raise_lowest
-from kernels.sampling.triton_values import Launch, highest_kernel, highest_of, load_values, ordered, scaled_scores
+from kernels.sampling.triton_values import (
+    LOWEST,
+    Launch,
+    highest_kernel,
+    highest_of,
+    load_values,
+    not_finite,
+    ordered,
+    scaled_scores,
+)
 
 
 @triton.jit
@@ -91,15 +103,103 @@ def draw_kernel(
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def pick_kernel(tokens_ptr, best_ptr, best_id_ptr, num_parts, PARTS: tl.constexpr):
-    """tokens[row], int64: the best of the parts, the lowest id among equals. Grid: (n,)."""
+def best_kernel(
+    # pointers
+    value_ptr,  # float32 [n, num_parts]
+    best_ptr,  # float64 [n, num_parts]
+    best_id_ptr,  # int32 [n, num_parts]
+    num_bad_ptr,  # int32 [n, num_parts]: logits that are not finite
+    logits_ptr,  # [n, V]
+    adjusted_ptr,  # float32 [m, V]
+    source_ptr,  # int32 [n]
+    temperature_ptr,  # float32 [n]
+    seed_ptr,  # int64 [n]
+    position_ptr,  # int64 [n]
+    # sizes
+    vocab_size,
+    num_parts,
+    # strides
+    stride_ln,
+    stride_lv,
+    # options
+    HAS_ROWS: tl.constexpr,  # False: all are greedy
+    HAS_ADJUSTED: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Value, noise and token of the winner of each part; of a greedy row the largest value. Grid: (n, num_parts).
+
+    Two tokens are compared by the difference of their values, so that the row's highest value need not be known.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = -1
+    if HAS_ADJUSTED:
+        source = tl.load(source_ptr + row)
+    temperature = 0.0
+    if HAS_ROWS:
+        temperature = tl.load(temperature_ptr + row)
+    divisor = tl.where(temperature > 0, temperature, 1.0).to(tl.float64)
+    value = tl.full((TILE,), LOWEST, tl.float32)
+    noise = tl.zeros((TILE,), tl.float64)
+    best_id = part * PART + tl.arange(0, TILE)
+    num_bad = tl.zeros((TILE,), tl.int32)
+    for begin in range(0, PART, TILE):
+        offs = part * PART + begin + tl.arange(0, TILE)
+        values = load_values(logits_ptr, adjusted_ptr, source, row, offs, vocab_size, stride_ln, stride_lv)
+        num_bad += not_finite(logits_ptr, row, offs, vocab_size, stride_ln, stride_lv)
+        values = tl.maximum(values, LOWEST)
+        is_better = values > value
+        if HAS_ROWS:  # noqa: SIM102 - known when this is compiled, unlike the temperature
+            if temperature > 0:
+                noises = _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), offs)
+                lead = (values.to(tl.float64) - value.to(tl.float64)) / divisor
+                is_better = (values > LOWEST) & ((value == LOWEST) | (lead + noises > noise))
+                noise = tl.where(is_better, noises, noise)
+        value = tl.where(is_better, values, value)
+        best_id = tl.where(is_better, offs, best_id)
+    scores = (value.to(tl.float64) - tl.max(value, 0).to(tl.float64)) / divisor + noise
+    token = tl.min(tl.where(scores == tl.max(scores, 0), best_id, 0x7FFFFFFF), 0)
+    is_winner = best_id == token
+    place = row * num_parts + part
+    tl.store(value_ptr + place, tl.max(tl.where(is_winner, value, LOWEST), 0))
+    tl.store(best_ptr + place, tl.sum(tl.where(is_winner, noise, 0.0), 0))
+    tl.store(best_id_ptr + place, token)
+    tl.store(num_bad_ptr + place, tl.sum(num_bad, 0))
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def pick_kernel(
+    tokens_ptr,  # int64 [n]
+    is_finite_ptr,  # uint8 [n]
+    value_ptr,  # float32 [n, num_parts], and so the others
+    best_ptr,
+    best_id_ptr,
+    num_bad_ptr,
+    temperature_ptr,
+    num_parts,
+    HAS_VALUES: tl.constexpr,  # `best` is the noise of a value; False: it is a score
+    HAS_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The best of the parts, the lowest id among equals; and whether all logits are finite. Grid: (n,)."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, PARTS)
     is_part = offs < num_parts
-    best = tl.load(best_ptr + row * num_parts + offs, mask=is_part, other=float("-inf"))
-    best_id = tl.load(best_id_ptr + row * num_parts + offs, mask=is_part, other=0x7FFFFFFF)
+    place = row * num_parts + offs
+    best = tl.load(best_ptr + place, mask=is_part, other=0.0)
+    if HAS_VALUES:
+        value = tl.load(value_ptr + place, mask=is_part, other=LOWEST)
+        divisor = tl.full((), 1.0, tl.float64)
+        if HAS_ROWS:
+            temperature = tl.load(temperature_ptr + row)
+            divisor = tl.where(temperature > 0, temperature, 1.0).to(tl.float64)
+        best += (value.to(tl.float64) - tl.max(value, 0).to(tl.float64)) / divisor
+    best = tl.where(is_part, best, float("-inf"))
+    best_id = tl.load(best_id_ptr + place, mask=is_part, other=0x7FFFFFFF)
     token = tl.min(tl.where(best == tl.max(best, 0), best_id, 0x7FFFFFFF), 0)
     tl.store(tokens_ptr + row, token.to(tl.int64))
+    num_bad = tl.sum(tl.load(num_bad_ptr + place, mask=is_part, other=0), 0)
+    tl.store(is_finite_ptr + row, (num_bad == 0).to(tl.uint8))
 
 
 def sample(
@@ -110,32 +210,100 @@ def sample(
     parameters: SampleLaunch | None = None,
 ) -> torch.Tensor:
     """See the package. The last replaces the launch parameters."""
+    return sample_and_check(logits, rows, adjustments, parameters=parameters)[0]
+
+
+def sample_and_check(
+    logits: torch.Tensor,
+    rows: SamplingRows | None,
+    adjustments: Adjustments | None,
+    *,
+    parameters: SampleLaunch | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the package. The last replaces the launch parameters."""
     num_rows, vocab_size = logits.shape
-    device = logits.device
-    source = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-    adjusted = logits
-    if adjustments is not None:
-        adjusted = adjust(logits, adjustments)
-        source[adjustments.rows] = torch.arange(len(adjusted), dtype=torch.int32, device=device)
-    rows = rows if rows is not None else _greedy(num_rows, device)
     parameters = parameters or sample_launch(device_name(logits), Sizes.of(logits))
-    num_parts = ceil_div(vocab_size, parameters.part)
-    launch = Launch(
-        logits,
-        adjusted,
-        source,
-        rows,
-        highest=torch.empty(num_rows, num_parts, dtype=torch.float32, device=device),
-        lowest=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        num_parts=num_parts,
-        parameters=parameters,
+    grid = (num_rows, ceil_div(vocab_size, parameters.part))
+    best, value, best_id, num_bad = (
+        logits.new_empty(grid, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.int32, torch.int32)
     )
-    grid = (num_rows, num_parts)
+    is_limited = rows is not None and (rows.has_top_k or rows.has_top_p or rows.has_min_p)
+    adjusted, source = _adjusted(logits, adjustments, has_source=is_limited)
+    if rows is not None and is_limited:
+        launch = Launch(
+            logits,
+            adjusted,
+            source,
+            rows,
+            highest=value,
+            lowest=torch.zeros(num_rows, dtype=torch.int32, device=logits.device),
+            num_parts=grid[1],
+            parameters=parameters,
+        )
+        _draw_limited(launch, best, best_id, num_bad)
+    else:
+        best_kernel[grid](
+            value,
+            best,
+            best_id,
+            num_bad,
+            logits,
+            adjusted,
+            source,
+            *((logits,) * 3 if rows is None else (rows.temperature, rows.seed, rows.position)),
+            vocab_size,
+            grid[1],
+            *logits.stride(),
+            HAS_ROWS=rows is not None,
+            HAS_ADJUSTED=adjustments is not None,
+            PART=parameters.part,
+            TILE=parameters.tile,
+            num_warps=parameters.num_warps,
+            enable_fp_fusion=False,
+        )
+    tokens = logits.new_empty(num_rows, dtype=torch.int64)
+    is_finite = logits.new_empty(num_rows, dtype=torch.uint8)
+    pick_kernel[(num_rows,)](
+        tokens,
+        is_finite,
+        value,
+        best,
+        best_id,
+        num_bad,
+        value if rows is None else rows.temperature,
+        grid[1],
+        HAS_VALUES=not is_limited,
+        HAS_ROWS=rows is not None,
+        PARTS=round_up(grid[1]),
+        enable_fp_fusion=False,
+    )
+    return tokens, is_finite.view(torch.bool)
+
+
+def _adjusted(
+    logits: torch.Tensor, adjustments: Adjustments | None, *, has_source: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adjusted logits [m, V], and of each row its row of them, or -1. Without adjustments both may be any tensors."""
+    if adjustments is None and not has_source:
+        return logits, logits
+    source = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
+    if adjustments is None:
+        return logits, source
+    adjusted = adjust(logits, adjustments)
+    source[adjustments.rows] = torch.arange(len(adjusted), dtype=torch.int32, device=logits.device)
+    return adjusted, source
+
+
+def _draw_limited(launch: Launch, best: torch.Tensor, best_id: torch.Tensor, num_bad: torch.Tensor) -> None:
+    """Best score of each part among what the rows' limits keep."""
+    logits, rows, parameters = launch.logits, launch.rows, launch.parameters
+    grid, vocab_size = (len(logits), launch.num_parts), logits.shape[1]
     highest_kernel[grid](
         launch.highest,
+        num_bad,
         *launch.values,
         vocab_size,
-        num_parts,
+        launch.num_parts,
         *logits.stride(),
         PART=parameters.part,
         TILE=parameters.tile,
@@ -145,8 +313,6 @@ def sample(
         raise_lowest(launch, of_mass=False)
     if rows.has_top_p:
         raise_lowest(launch, of_mass=True)
-    best = torch.empty(grid, dtype=torch.float64, device=device)
-    best_id = torch.empty(grid, dtype=torch.int32, device=device)
     draw_kernel[grid](
         best,
         best_id,
@@ -158,18 +324,10 @@ def sample(
         rows.seed,
         rows.position,
         vocab_size,
-        num_parts,
+        launch.num_parts,
         *logits.stride(),
         HAS_MIN_P=rows.has_min_p,
         **launch.sizes,
         num_warps=parameters.num_warps,
         enable_fp_fusion=False,
     )
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    pick_kernel[(num_rows,)](tokens, best, best_id, num_parts, PARTS=round_up(num_parts))
-    return tokens
-
-
-def _greedy(num_rows: int, device: torch.device) -> SamplingRows:
-    """Rows of temperature 0. What they hold beside it is not read."""
-    return rows_of(num_rows, device)

@@ -23,6 +23,13 @@ _MASS_OF_ONE = tl.constexpr(float(MASS_OF_ONE))
 
 
 @triton.jit
+def _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, OF_MASS: tl.constexpr):
+    """Whether the search changes what the row draws from."""
+    limited = tl.load(top_p_ptr + row) < 1.0 if OF_MASS else tl.load(top_k_ptr + row) > 0
+    return limited & (tl.load(temperature_ptr + row) > 0)
+
+
+@triton.jit
 def _limit(top_k_ptr, top_p_ptr, sums_ptr, row, num_rows, num_parts, OF_MASS: tl.constexpr, PARTS: tl.constexpr):
     """What measure(logits > t) stays below, int64; of a row without limit the largest number."""
     unlimited = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
@@ -89,8 +96,13 @@ def digit_kernel(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sums of one pass, counted if OF_MASS is false. Grid: (n, num_parts). Sums are int64."""
+    """Sums of one pass, counted if OF_MASS is false. Grid: (n, num_parts). Sums are int64.
+
+    Programs of rows without this limit return at once.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if not _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, OF_MASS):
+        return
     prefix = tl.full((), 0, tl.uint32)
     if not IS_FIRST:
         place = (pass_index - 1) * num_rows + row
@@ -134,6 +146,7 @@ def lowest_kernel(
     sums_ptr,
     prefix_ptr,
     above_ptr,
+    temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     num_rows,
@@ -144,6 +157,8 @@ def lowest_kernel(
 ):
     """The last digit; raises lowest[row] to what this search keeps. Pointers as above. Grid: (n,)."""
     row = tl.program_id(0).to(tl.int64)
+    if not _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, OF_MASS):
+        return
     place = LAST_PASS * num_rows + row
     limit = _limit(top_k_ptr, top_p_ptr, sums_ptr, row, num_rows, num_parts, OF_MASS, PARTS)
     sums = _digit_sums(sums_ptr, LAST_PASS, row, num_rows, num_parts, PARTS)
@@ -186,6 +201,7 @@ def raise_lowest(launch: Launch, *, of_mass: bool) -> None:
         sums,
         prefix,
         above,
+        rows.temperature,
         rows.top_k,
         rows.top_p,
         num_rows,

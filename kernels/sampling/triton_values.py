@@ -42,9 +42,16 @@ class Launch:
         }
 
 
+# Stands for what no row draws: below every logit, and finite, so that no difference of two is NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
 @triton.jit
 def load_values(logits_ptr, adjusted_ptr, source, row, offs, vocab_size, stride_ln, stride_lv):
-    """Float32 values of a row: its adjusted logits where `source` names their row, else the logits."""
+    """Float32 values of a row: its adjusted logits where `source` names their row, else the logits.
+
+    -inf for what is not below infinity: a row that is not finite is sampled too, to no use.
+    """
     is_inside = offs < vocab_size
     lowest = float("-inf")
     if source >= 0:
@@ -52,7 +59,7 @@ def load_values(logits_ptr, adjusted_ptr, source, row, offs, vocab_size, stride_
     else:
         ptrs = logits_ptr + row * stride_ln + offs.to(tl.int64) * stride_lv
         values = tl.load(ptrs, mask=is_inside, other=lowest).to(tl.float32)
-    return values
+    return tl.where(values < float("inf"), values, lowest)
 
 
 @triton.jit
@@ -64,9 +71,10 @@ def ordered(values):
 
 @triton.jit
 def highest_of(highest_ptr, row, num_parts, PARTS: tl.constexpr):
-    """The largest value of a row, float32."""
+    """The largest value of a row, float32; finite, so that no difference to it is NaN."""
     offs = tl.arange(0, PARTS)
-    return tl.max(tl.load(highest_ptr + row * num_parts + offs, mask=offs < num_parts, other=float("-inf")), 0)
+    highest = tl.max(tl.load(highest_ptr + row * num_parts + offs, mask=offs < num_parts, other=float("-inf")), 0)
+    return tl.maximum(highest, LOWEST)
 
 
 @triton.jit
@@ -76,9 +84,17 @@ def scaled_scores(values, highest, temperature):
     return (values.to(tl.float64) - highest.to(tl.float64)) / divisor
 
 
+@triton.jit
+def not_finite(logits_ptr, row, offs, vocab_size, stride_ln, stride_lv):
+    """1 for each logit, as it is before adjustments, that is not finite; else 0."""
+    ptrs = logits_ptr + row * stride_ln + offs.to(tl.int64) * stride_lv
+    return (tl.abs(tl.load(ptrs, mask=offs < vocab_size, other=0.0).to(tl.float32)) < float("inf")).to(tl.int32) ^ 1
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def highest_kernel(
     highest_ptr,  # float32 [n, num_parts]
+    num_bad_ptr,  # int32 [n, num_parts]: logits that are not finite
     logits_ptr,  # [n, V]
     adjusted_ptr,  # float32 [m, V]
     source_ptr,  # int32 [n], row of `adjusted` or -1
@@ -89,12 +105,15 @@ def highest_kernel(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The largest value of each part. Grid: (n, num_parts)."""
+    """The largest value of each part, and whether its logits are finite. Grid: (n, num_parts)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = tl.load(source_ptr + row)
     highest = tl.full((TILE,), float("-inf"), tl.float32)
+    num_bad = tl.zeros((TILE,), tl.int32)
     for begin in range(0, PART, TILE):
         offs = part * PART + begin + tl.arange(0, TILE)
         values = load_values(logits_ptr, adjusted_ptr, source, row, offs, vocab_size, stride_ln, stride_lv)
         highest = tl.maximum(highest, values)
+        num_bad += not_finite(logits_ptr, row, offs, vocab_size, stride_ln, stride_lv)
+    tl.store(num_bad_ptr + row * num_parts + part, tl.sum(num_bad, 0))
     tl.store(highest_ptr + row * num_parts + part, tl.max(highest, 0))

@@ -15,9 +15,10 @@ from tests.kernels.compiling import compile_for_h200
 # Element types of pointers, by argument; the others are the logits'.
 POINTERS = {
     "i64": "sums above top_k seed position rows history_row bias_row bias_token token_ids rank tokens",
-    "i32": "source lowest prefix best_id history",
+    "i32": "source lowest prefix best_id history num_bad",
     "fp64": "best",
-    "fp32": "highest adjusted temperature top_p min_p repetition presence frequency bias normaliser",
+    "u8": "is_finite",
+    "fp32": "highest value adjusted temperature top_p min_p repetition presence frequency bias normaliser",
 }
 TYPE_OF = {f"{name}_ptr": dtype for dtype, names in POINTERS.items() for name in names.split()}
 
@@ -48,7 +49,9 @@ def main() -> None:
             compile_kernel(triton_search.digit_kernel, options | sizes, num_warps=launch.search_warps)
         compile_kernel(triton_search.lowest_kernel, {"LAST_PASS": 7, "OF_MASS": of_mass, "PARTS": 16})
     compile_kernel(triton_kernel.draw_kernel, {"HAS_MIN_P": True, "stride_lv": 1} | sizes)
-    compile_kernel(triton_kernel.pick_kernel, {"PARTS": 16})
+    one_pass = {"HAS_ROWS": True, "HAS_ADJUSTED": True, "stride_lv": 1, "PART": launch.part, "TILE": launch.tile}
+    compile_kernel(triton_kernel.best_kernel, one_pass)
+    compile_kernel(triton_kernel.pick_kernel, {"PARTS": 16, "HAS_VALUES": True, "HAS_ROWS": True})
     compile_kernel(triton_adjust.penalise_kernel, {"BLOCK": triton_adjust.BLOCK, "stride_lv": 1})
     compile_kernel(triton_adjust.bias_kernel, {"BLOCK": triton_adjust.BLOCK_BIASES})
     compile_kernel(triton_logprobs.normalise_kernel, {"BLOCK": triton_logprobs.BLOCK, "stride_lv": 1}, num_warps=8)

@@ -122,3 +122,38 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     assert torch.equal(
         triton_kernel.sample(logits[kept].to(DEVICE), to_device(some, DEVICE), None, **PART), together[kept]
     )
+
+
+@pytest.mark.parametrize("limits", [(0, 1.0, 0.0), (5, 0.9, 0.0)], ids=["one pass", "limits"])
+@pytest.mark.parametrize("is_adjusted", [False, True])
+def test_rows_that_are_not_finite_are_found_and_change_no_other(
+    limits: tuple[int, float, float], is_adjusted: bool
+) -> None:
+    """Rows 1, 2 and 4 hold NaN, an infinity and its opposite; adjustments ban tokens, which is no fault."""
+    logits, rows = make_logits(5, 301), make_rows([(0.0, *limits), *[(0.8, *limits)] * 4])
+    adjustments = make_adjustments(5, 301) if is_adjusted else None
+    expected = reference.sample(logits, rows, adjustments)
+    for row, value in ((1, float("nan")), (2, float("inf")), (4, float("-inf"))):
+        logits[row, 290] = value
+    tokens, is_finite = triton_kernel.sample_and_check(
+        logits.to(DEVICE), to_device(rows, DEVICE), to_device(adjustments, DEVICE) if adjustments else None, **PARTS
+    )
+    assert is_finite.tolist() == [True, False, False, True, False]
+    assert torch.equal(tokens[is_finite].cpu(), expected[is_finite.cpu()])
+    assert ((tokens >= 0) & (tokens < 301)).all()
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 0.7, 1e4])
+def test_one_pass_draws_among_equal_logits_what_the_definition_draws(temperature: float) -> None:
+    """Several parts whose highest logits are equal: the noise decides, whatever the temperature."""
+    logits, rows = make_logits(6, 900, levels=2), make_rows([(temperature, 0, 1.0, 0.0)] * 6)
+    drawn = triton_kernel.sample(logits.to(DEVICE), to_device(rows, DEVICE), None, **PARTS).cpu()
+    assert torch.equal(drawn, reference.sample(logits, rows, None))
+    assert not torch.equal(drawn, logits.argmax(dim=1))
+
+
+def test_all_rows_greedy_in_one_pass() -> None:
+    logits = make_logits(4, 700, levels=2)
+    tokens, is_finite = triton_kernel.sample_and_check(logits.to(DEVICE), None, None, **PARTS)
+    assert torch.equal(tokens.cpu(), logits.argmax(dim=1))
+    assert is_finite.all()
