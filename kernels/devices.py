@@ -40,6 +40,16 @@ def device_name(tensor: torch.Tensor) -> str | None:
     return _gpu_name(tensor.get_device()) if tensor.is_cuda else None
 
 
+def num_multiprocessors(tensor: torch.Tensor) -> int:
+    """Of the tensor's GPU. On the CPU, where kernels are interpreted, two."""
+    return _num_multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
+
+
+@cache
+def _num_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 @cache
 def _gpu_name(index: int) -> str:
     return torch.cuda.get_device_name(index)

@@ -26,7 +26,7 @@ class Op:
 
 OPS: Mapping[str, Op] = {
     "lora_expand": Op(lora.Sizes, lambda sizes: lora.ExpandLaunch.default(sizes.page)),
-    "lora_shrink": Op(lora.Sizes, lambda sizes: lora.ShrinkLaunch.default(sizes.rank, sizes.page)),
+    "lora_shrink": Op(lora.Sizes, lambda sizes: lora.ShrinkLaunch.default(sizes.rank, sizes.page, sizes.dtype)),
     "paged_attention_decode": Op(attention.Sizes, attention.DecodeLaunch.default),
     "paged_attention_prefill": Op(attention.Sizes, attention.PrefillLaunch.default),
     "sample": Op(sampling.Sizes, lambda _: sampling.SampleLaunch()),

@@ -73,7 +73,8 @@ def host_seconds(calls: Sequence[Call], device: torch.device) -> float | None:
 def measure_roofline(device: torch.device, dtype: torch.dtype, *, repeats: int) -> Roofline:
     """Copy and product that are large enough for their rates to be flat."""
     num_bytes, size = (1 << 30, 8192) if device.type == "cuda" else (1 << 26, 768)
-    source, target = (torch.zeros(num_bytes, dtype=torch.int8, device=device) for _ in range(2))
+    # Random bytes: memory may move zeros faster, and their products take less power.
+    source, target = (torch.randint(0, 127, (num_bytes,), dtype=torch.int8, device=device) for _ in range(2))
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     times = time_calls(
         {"copy": [lambda: target.copy_(source)], "product": [lambda: torch.mm(a, b)]}, device, repeats=repeats

@@ -13,7 +13,7 @@ from kernels.cases import to_device
 from kernels.lora import reference, triton_expand, triton_shrink
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch, Sizes, num_parts
-from kernels.lora.segments import MANY_TOKENS, AdapterSegments, default_block_tokens, segments_in_torch
+from kernels.lora.segments import COUNTS, MANY_TOKENS, AdapterSegments, default_block_tokens, segments_in_torch
 
 MAX_ADAPTERS = 8
 EXPANDS = tuple(ExpandLaunch(out_columns, num_warps) for out_columns, num_warps in product((64, 128, 256), (2, 4, 8)))
@@ -52,32 +52,32 @@ def expand_problems(device: torch.device, dtype: torch.dtype, is_short: bool) ->
 
 
 def shrink_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
-    """One bucket of shrink, in parts side by side where the op takes them."""
+    """One bucket of shrink, in parts side by side where the op takes them, and joined."""
     exact, segments, expected, _ = _exact(shape, device, dtype)
     planes = num_parts(shape.in_features) if shape.tokens < MANY_TOKENS else 1
     h = torch.empty(planes, len(shape.out_features), shape.tokens, shape.rank, device=device)
+    joined = torch.empty_like(h[:1]) if planes > 1 else None
+    output = h if joined is None else joined
 
     def run(launch: ShrinkLaunch) -> None:
-        triton_shrink.shrink(exact.x, h, exact.group, segments, launch=launch)
+        triton_shrink.shrink(exact.x, h, exact.group, segments, joined=joined, launch=launch)
 
     def is_right(launch: ShrinkLaunch) -> bool:
-        h.fill_(float("nan"))
+        output.fill_(float("nan"))
         run(launch)
-        return torch.equal(h.sum(0).nan_to_num(nan=NO_VALUE), expected.nan_to_num(nan=NO_VALUE))
+        return torch.equal(output[0].nan_to_num(nan=NO_VALUE), expected.nan_to_num(nan=NO_VALUE))
 
     sizes = asdict(Sizes.of_shrink(exact.x, h, exact.group))
-    default = ShrinkLaunch.default(shape.rank, shape.page)
+    default = ShrinkLaunch.default(shape.rank, shape.page, sizes["dtype"])
     widths = [ranks for ranks in (16, 32, 64, 128) if ranks <= max(default.ranks, shape.rank)]
-    candidates = [ShrinkLaunch(*values) for values in product(widths, (64, 128), (2, 4, 8), (2, 3, 4))]
+    candidates = [ShrinkLaunch(*values) for values in product(widths, (64, 128), (2, 4, 8), (2, 3, 4, 5))]
     return Problem(sizes, default, candidates, is_right, run)
 
 
 def expand_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
-    """One bucket of expand, from the planes that the op's shrink leaves."""
+    """One bucket of expand, from the plane that the op's shrink leaves."""
     exact, segments, h, expected = _exact(shape, device, dtype)
-    planes = num_parts(shape.in_features) if shape.tokens < MANY_TOKENS else 1
-    parts = torch.zeros(planes, *h.shape, device=device)
-    parts[-1] = h
+    parts = h[None]
     y = exact.y.clone()
 
     def run(launch: ExpandLaunch) -> None:
@@ -104,7 +104,9 @@ def _exact(
     slots = tuple(token % num_adapters for token in range(shape.tokens))
     case = Case("tune", slots, (shape.rank,) * num_adapters, shape.in_features, tile_width=shape.page)
     inputs = make_group(case, shape.out_features, dtype, is_exact=True, is_uniform=True)
-    segments = segments_in_torch(inputs.token_slots, num_adapters, default_block_tokens(shape.tokens))
+    block_tokens = default_block_tokens(shape.tokens)
+    segments = segments_in_torch(inputs.token_slots, num_adapters, block_tokens, num_adapters)
+    segments = replace(segments, num_done=torch.zeros(segments.num_blocks, COUNTS, dtype=torch.int32))
     h = torch.full((len(shape.out_features), shape.tokens, shape.rank), float("nan"))
     y = inputs.y.clone()
     reference.shrink(inputs.x, h, inputs.group, segments)

@@ -16,7 +16,7 @@ from kernels.gated_activation import gated_activation
 from kernels.rms_norm import rms_norm
 from kernels.rope import HeadNorm, apply_rope_and_store_kv
 from kernels.store_kv import store_kv
-from kernels.swap_blocks import swap_blocks
+from kernels.swap_blocks import BlockSwaps
 
 NUM_PAIRS = 16  # blocks copied or swapped
 
@@ -172,16 +172,16 @@ def _swaps(model: Model, num_layers: int, device: torch.device, dtype: torch.dty
         ways = list(zip(caches, hosts, strict=True)) if is_out else list(zip(hosts, caches, strict=True))
         pairs = torch.arange(0, 2 * NUM_PAIRS, 2)[:, None].expand(NUM_PAIRS, 2).contiguous()
 
-        def ours() -> None:
-            for source, destination in ways:
-                swap_blocks(source, destination, pairs)
+        swaps = BlockSwaps(caches, hosts)
+        swap = swaps.swap_out if is_out else swaps.swap_in
 
         def peer() -> None:
             for source, destination in ways:
                 destination.copy_(source, non_blocking=True)
 
         # Whole caches, so that one copy moves twice the bytes of all of ours.
-        return Made(ours, {"ways": ways, "pairs": pairs}, {"copy of twice as much": peer}, hosts if is_out else caches)
+        arguments = {"ways": ways, "pairs": pairs}
+        return Made(lambda: swap(pairs), arguments, {"copy of twice as much": peer}, hosts if is_out else caches)
 
     num_bytes = 2 * num_layers * NUM_PAIRS * BLOCK_SIZE * model.num_kv_heads * model.dim * dtype.itemsize
     way = "out" if is_out else "in"

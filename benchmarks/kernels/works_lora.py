@@ -4,11 +4,12 @@ modules, an embedding."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.kernels.measure import Call
@@ -28,6 +29,10 @@ from kernels.lora import (
     segments_on_host,
 )
 
+# As the engine has them by default: slots of the arena, most of which no token of the step names, and columns of a page
+# of an 8B Llama.
+NUM_SLOTS = 256
+PAGE = 1024
 VOCAB = 2048  # of the embedding; a gather costs the same from a larger one
 
 
@@ -46,11 +51,19 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
     yield embedding_work(model, *((64, 64, 64) if is_gpu else (16, 32, 32)), device, dtype)
 
 
-def _segments(token_slots: torch.Tensor, num_slots: int) -> AdapterSegments:
+def _segments(token_slots: torch.Tensor, num_adapters: int) -> AdapterSegments:
     """As the arena makes it for the device."""
     if token_slots.is_cuda:
-        return adapter_segments(token_slots, num_slots)
-    return segments_on_host(token_slots.numpy(), num_slots)
+        return adapter_segments(token_slots, NUM_SLOTS, num_groups=num_adapters)
+    return segments_on_host(token_slots.numpy(), NUM_SLOTS)
+
+
+def _resident(group: ModuleGroup, device: torch.device) -> ModuleGroup:
+    """The group on the device, in a table of as many slots as the engine's."""
+    empty = NUM_SLOTS - group.num_slots
+    first, rank, scaling = (pad(table, (0, empty)) for table in (group.first, group.rank, group.scaling))
+    there: ModuleGroup = to_device(replace(group, first=first, rank=rank, scaling=scaling), device)
+    return there
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,7 @@ def module_work(
 ) -> Work:
     """One square module."""
     slots = _sorted_slots(num_adapters, count)
-    case = cases.Case("bench", slots, (rank,) * num_adapters, hidden, hidden, 256)
+    case = cases.Case("bench", slots, (rank,) * num_adapters, hidden, hidden, PAGE)
 
     def make() -> Made:
         inputs = cases.make(case, dtype)
@@ -96,7 +109,7 @@ def module_work(
         peers |= batched_products(x, y, dense.a, dense.b, dense.scaling)
         arguments = {"y": y, "x": x, "a": a, "b": b, "scaling": dense.scaling, "token_slots": token_slots}
         ours = partial(
-            add_lora_group, y, x, to_device(group, device), _segments(token_slots, num_adapters), max_rank=rank
+            add_lora_group, y, x, _resident(group, device), _segments(token_slots, num_adapters), max_rank=rank
         )
         return Made(ours, arguments, peers, (y,))
 
@@ -116,13 +129,13 @@ def half_work(
     is_expand: bool,
 ) -> Work:
     """The shrink or the expand of one square module alone."""
-    case = cases.Case("bench", _sorted_slots(num_adapters, count), (rank,) * num_adapters, hidden, hidden, 256)
+    case = cases.Case("bench", _sorted_slots(num_adapters, count), (rank,) * num_adapters, hidden, hidden, PAGE)
 
     def make() -> Made:
         inputs = cases.make(case, dtype)
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
         dense = _Dense.of(ModuleGroup.of([inputs.paged]), device)
-        group, segments = to_device(ModuleGroup.of([inputs.paged]), device), _segments(token_slots, num_adapters)
+        group, segments = _resident(ModuleGroup.of([inputs.paged]), device), _segments(token_slots, num_adapters)
         h = lora_shrink(x, group, segments, max_rank=rank)
         stacked, rows = dense.a[0].transpose(1, 2), x.view(num_adapters, -1, hidden)
         if not is_expand:
@@ -146,7 +159,7 @@ def half_work(
 
 def mixed_work(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Work:
     """One token of each adapter. Peers get all ranks filled up to the greatest."""
-    case = cases.Case("bench", tuple(range(len(ranks))), ranks, hidden, hidden, 256)
+    case = cases.Case("bench", tuple(range(len(ranks))), ranks, hidden, hidden, PAGE)
 
     def make() -> Made:
         inputs = cases.make(case, dtype)
@@ -154,7 +167,7 @@ def mixed_work(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype:
         group = ModuleGroup.of([inputs.paged])
         dense = _Dense.of(group, device)
         on_device = _segments(token_slots, len(ranks))
-        ours = partial(add_lora_group, y, x, to_device(group, device), on_device, max_rank=max(ranks))
+        ours = partial(add_lora_group, y, x, _resident(group, device), on_device, max_rank=max(ranks))
         arguments = {"y": y, "x": x, "a": dense.a[0], "b": dense.b[0], "scaling": dense.scaling}
         peers = batched_products(x, y, dense.a, dense.b, dense.scaling)
         return Made(ours, arguments | {"token_slots": token_slots}, peers, (y,))
@@ -171,7 +184,7 @@ def group_work(
     """q, k and v at once."""
     widths = (model.hidden, model.num_kv_heads * model.dim, model.num_kv_heads * model.dim)
     slots = _sorted_slots(num_adapters, count)
-    case = cases.Case("bench", slots, (rank,) * num_adapters, model.hidden, sum(widths), 256)
+    case = cases.Case("bench", slots, (rank,) * num_adapters, model.hidden, sum(widths), PAGE)
 
     def make() -> Made:
         inputs = cases.make_group(case, widths, dtype, is_uniform=True)
@@ -179,7 +192,7 @@ def group_work(
         y = random(count, sum(widths), device=device, dtype=dtype)
         dense = _Dense.of(inputs.group, device)
         on_device = _segments(token_slots, num_adapters)
-        ours = partial(add_lora_group, y, x, to_device(inputs.group, device), on_device, max_rank=rank)
+        ours = partial(add_lora_group, y, x, _resident(inputs.group, device), on_device, max_rank=rank)
         arguments = {"y": y, "x": x, "a": dense.a, "b": dense.b, "scaling": dense.scaling, "token_slots": token_slots}
         return Made(ours, arguments, batched_products(x, y, dense.a, dense.b, dense.scaling), (y,))
 
@@ -193,7 +206,7 @@ def embedding_work(
     model: Model, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype
 ) -> Work:
     """A gather of each token's column of A, then the expand. As many tokens of each adapter."""
-    case = cases.Case("bench", _sorted_slots(num_adapters, count), (rank,) * num_adapters, VOCAB, model.hidden, 256)
+    case = cases.Case("bench", _sorted_slots(num_adapters, count), (rank,) * num_adapters, VOCAB, model.hidden, PAGE)
 
     def make() -> Made:
         inputs = cases.make(case, dtype)
@@ -209,8 +222,8 @@ def embedding_work(
 
         arguments = {"y": y, "token_ids": token_ids, "a": a, "b": dense.b[0], "scaling": dense.scaling}
         arguments |= {"token_slots": token_slots}
-        module = to_device(inputs.paged, device)
-        group, on_device = ModuleGroup.of([module]), _segments(token_slots, num_adapters)
+        group, on_device = _resident(ModuleGroup.of([inputs.paged]), device), _segments(token_slots, num_adapters)
+        module = group.module(0)
 
         def embed_and_expand() -> None:
             lora_expand(lora_embed(token_ids, module, on_device, max_rank=rank), group, y, on_device)

@@ -114,6 +114,16 @@ def prebuild(folder: Path) -> Iterator[Path]:
         yield path
 
 
+def stored_libraries(folder: Path | None = None) -> list[str]:
+    """File names of the libraries that a worker on this CPU would load, without a compiler too. Loads nothing.
+
+    `folder` stands in for that of the settings.
+    """
+    start, place = Recipe(SOURCES, target_of(this_cpu())).start, folder or cache_folder()
+    folders = [_if_trusted(CacheFolder(each)) for each in (place, PREBUILT) if each is not None and each.is_dir()]
+    return [name for each in folders if each is not None for name in each.names(start, ".so")]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a library is made of: the sources below a folder, and the target."""

@@ -62,7 +62,7 @@ def identity_of(compiler: Compiler) -> str:
 def compile_library(compiler: Compiler, flags: Sequence[str], sources: Sequence[Path], folder: Path) -> Path:
     """Compile the sources, several at a time, and link them in `folder`. Raises CompilerFailed, OSError."""
     objects = [folder / f"{number}.o" for number in range(len(sources))]
-    with ThreadPoolExecutor(_num_cores()) as pool:
+    with ThreadPoolExecutor(_num_cores(), thread_name_prefix="native-compile") as pool:
         jobs = [
             pool.submit(_run, [*compiler, *flags, "-c", str(source), "-o", str(made)], COMPILE_TIMEOUT_S)
             # The largest first: it takes longest.

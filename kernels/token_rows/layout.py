@@ -18,7 +18,7 @@ class RowTable:
 
     pages: torch.Tensor  # [num_pages, 8, W]
     values: torch.Tensor  # float32 [num_pages, values of a page]: the pages' memory
-    page_ids: torch.Tensor  # int32 [num_pages]
+    page_ids: torch.Tensor  # int32, any length
     first: torch.Tensor  # int32 [num_slots]: index into page_ids of the first page
     count: torch.Tensor  # int32 [num_slots]: rows; 0: the slot's adapter replaces none
     ids: torch.Tensor  # int64 [num_slots]: where the int32 token ids begin, counted in values over page_ids

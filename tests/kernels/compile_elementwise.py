@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import triton
+import triton.language as tl
 
 from kernels.gated_activation.triton_kernel import BLOCK, gated_activation_kernel
 from kernels.rms_norm.triton_kernel import num_warps_for, rms_norm_kernel
 from kernels.rope.triton_kernel import BLOCK_HEADS, rope_kernel
+from kernels.row_state.triton_kernel import BLOCK as ROWS
+from kernels.row_state.triton_kernel import decode_inputs_kernel, store_tokens_kernel
+from kernels.swap_blocks.triton_kernel import CHUNK, swap_blocks_kernel
 from kernels.token_rows.triton_kernel import embeddings_kernel, logits_kernel
 from tests.kernels.compiling import compile_for_h200, stack_bytes
 
@@ -25,7 +29,7 @@ def compile_kernel(kernel: Any, constants: Mapping[str, Any], kinds: Mapping[str
     text = compiled.asm["ptx"]
     figures = {
         "kernel": kernel.__name__,
-        "num_vectors": text.count(".v4.b32") + text.count(".v2.b32"),
+        "num_vectors": sum(text.count(width) for width in (".v4.b32", ".v2.b32", ".v2.b64")),
         "stack_bytes": stack_bytes(compiled),
     }
     print(json.dumps(figures))
@@ -69,9 +73,21 @@ def compile_token_rows() -> None:
     compile_kernel(logits_kernel, pages | {"NUM_PLANES": 2}, tables, 4)
 
 
+def compile_row_state() -> None:
+    longs = dict.fromkeys(("longs_ptr", "last_tokens_ptr", "tokens_ptr"), "*i64")
+    ints = dict.fromkeys(("context_lens_ptr", "rows_ptr", "num_computed_ptr", "num_prompt_ptr", "tables_ptr"), "*i32")
+    compile_kernel(decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": ROWS}, longs | ints, 4)
+    compile_kernel(store_tokens_kernel, {"BLOCK": ROWS}, longs | ints, 4)
+
+
 if __name__ == "__main__":
     compile_token_rows()
+    compile_row_state()
     compile_rope(128, 128, has_norm=False, has_positions=True)
     compile_rope(80, 32, has_norm=True, has_positions=False)
     compile_norm(4096, has_residual=True)
     compile_kernel(gated_activation_kernel, {"WIDTH": 14336, "BLOCK": BLOCK, "ACTIVATION": "silu"}, {}, 4)
+    tables = {"caches_ptr": "*i64", "pairs_ptr": "*i64"}
+    constants = {"WORD": tl.int64, "CHUNK": CHUNK, "PAIRED": True}
+    for is_out in (True, False):
+        compile_kernel(swap_blocks_kernel, constants | {"IS_OUT": is_out}, tables, 4)
