@@ -9,7 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FORMAT = 1
+FORMAT = 2  # what is written
+# What is read. In format 1 a chunk has each module's matrices as they are, and the manifest a hash of every tensor.
+READ_FORMATS = (1, 2)
+PAGES = "pages"  # the tensor of a chunk that has the matrices of all its modules
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a value, by the manifest's dtype
 REST = "rest"  # the chunk of the modules outside the decoder layers
 SCORE_HEAD = "score_head"  # the chunk of the score head, which has no modules, and the manifest's key for its sizes
@@ -50,6 +53,10 @@ class ModuleSize:
         """The widths that whole pages are made for."""
         return page_widths(self.in_features, self.out_features, is_embedding=self.is_embedding, is_head=self.is_head)
 
+    def num_pages(self, columns: int) -> int:
+        """Pages of so many columns that A and B take."""
+        return sum(num_pages_of(self.rank, width, columns) for width in (self.in_features, self.out_features))
+
 
 @dataclass(frozen=True, slots=True)
 class RowsSize:
@@ -87,19 +94,28 @@ def arena_bytes(
 ) -> int:
     """Bytes that an adapter takes of a worker's arena. `dtype` is a key of ITEMSIZE.
 
-    A page holds RANKS_PER_PAGE ranks of one tile. All tiles are as wide as the greatest common divisor of page_widths.
-    The vectors of all modules, and then the score head, are stored together and rounded up to whole pages. Rows of an
-    embedding or a head lie as ranks do, and their ids and biases as vectors do.
+    A page holds RANKS_PER_PAGE ranks of `page_columns` columns. The vectors of all modules, and then the score head,
+    are stored together and rounded up to whole pages. Rows of an embedding or a head lie as ranks do, and their ids
+    and biases as vectors do.
     """
-    columns = math.gcd(*(width for module in modules for width in module.page_widths), *(part.width for part in rows))
+    columns = page_columns(modules, rows)
     page_bytes = RANKS_PER_PAGE * columns * ITEMSIZE[dtype]
-    num_pages = sum(
-        -(-module.rank // RANKS_PER_PAGE)
-        * sum(-(-width // columns) for width in (module.in_features, module.out_features))
-        for module in modules
-    )
-    num_pages += sum(-(-part.num_rows // RANKS_PER_PAGE) * -(-part.width // columns) for part in rows)
+    num_pages = sum(module.num_pages(columns) for module in modules)
+    num_pages += sum(num_pages_of(part.num_rows, part.width, columns) for part in rows)
     num_values = sum(module.out_features * module.num_vectors for module in modules)
     num_values += sum(part.num_values for part in rows)
     num_values += 0 if head is None else head.num_values
     return (num_pages + -(-_VECTOR_ITEMSIZE * num_values // page_bytes)) * page_bytes
+
+
+def page_columns(modules: Sequence[ModuleSize], rows: Sequence[RowsSize] = ()) -> int:
+    """The columns of an adapter's pages: the greatest common divisor of the widths that whole pages are made for.
+
+    An arena's pages may be narrower, for the sake of other modules of the model; their width divides this one.
+    """
+    return math.gcd(*(width for module in modules for width in module.page_widths), *(part.width for part in rows))
+
+
+def num_pages_of(rank: int, width: int, columns: int) -> int:
+    """Pages of so many columns that a matrix [rank, width] takes: for each RANKS_PER_PAGE ranks a row of pages."""
+    return -(-rank // RANKS_PER_PAGE) * -(-width // columns)

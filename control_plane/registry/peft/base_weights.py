@@ -9,8 +9,8 @@ import math
 from typing import BinaryIO
 
 from control_plane.registry.model.embedding_modules import CheckpointTensor
+from control_plane.registry.peft.chunks.tensor_codec import decode, encode
 from control_plane.registry.peft.safetensors_header import ITEMSIZE, TensorEntry
-from control_plane.registry.peft.tensor_codec import decode, encode
 
 _SLICE_VALUES = 4 << 20  # compared at a time
 

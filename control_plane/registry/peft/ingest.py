@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from contract.expert_names import of_all
-from contract.packed_layout import FORMAT, SCORE_HEAD, arena_bytes, chunk_name
+from contract.packed_layout import FORMAT, SCORE_HEAD, arena_bytes, chunk_name, page_columns
 from contract.rope_scaling import RopeScaling
 from control_plane.errors import FieldViolation
 from control_plane.registry.adapter_files import CONFIG_FILE as CONFIG_FILE
@@ -29,14 +29,15 @@ from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.base_names import base_warnings
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, ModuleKind, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
-from control_plane.registry.peft.chunk_writer import (
-    FileSource,
+from control_plane.registry.peft.chunks.chunk_writer import (
+    ChunkTensor,
     PackedTensor,
-    TensorSource,
     WrittenChunk,
     begin_chunk,
     write_chunk,
 )
+from control_plane.registry.peft.chunks.paged_tensor import PagedMatrix, PagedTensor
+from control_plane.registry.peft.chunks.tensor_sources import FileSource, TensorSource
 from control_plane.registry.peft.experts.tensors import expert_tensors
 from control_plane.registry.peft.fields.activation import FIELD as INVOCATION_TOKENS
 from control_plane.registry.peft.fields.activation import check_activated, read_invocation_tokens
@@ -193,7 +194,9 @@ def _pack(
     for plan in modules:
         groups.setdefault(plan.layer, []).append(plan)
     problems = Problems()
-    described, chunks = _pack_modules(groups, source, base_model.dtype, directory, check, problems)
+    sizes, row_sizes = [plan.size for plan in modules], [part.size for part in row_sets]
+    columns = page_columns(sizes, row_sizes)
+    described, chunks = _pack_modules(groups, source, base_model.dtype, columns, directory, check, problems)
     if rows is not None:
         of_rows, written_rows = _pack_rows(rows, source, base_model.dtype, directory, check, problems)
         described += of_rows
@@ -205,7 +208,6 @@ def _pack(
             of_head = {"modules": [], "name": SCORE_HEAD, "sha256": chunk.sha256, "size_bytes": chunk.size_bytes}
             described.append(of_head)
     problems.raise_all()
-    sizes = [plan.size for plan in modules]
     document = {
         **({} if head is None else {SCORE_HEAD: head.described}),
         "base_fingerprint": base_model.fingerprint,
@@ -213,6 +215,7 @@ def _pack(
         "dtype": base_model.dtype,
         "format": FORMAT,
         "kind": kind,
+        "page_columns": columns,
         **({} if rope is None else {"rope": rope.document()}),
         **({} if num_tokens is None else {"num_tokens": num_tokens}),
         **({INVOCATION_TOKENS: alora_invocation_tokens} if alora_invocation_tokens else {}),
@@ -227,7 +230,7 @@ def _pack(
         min_rank=min((plan.rank for plan in modules), default=0),
         parts=_parts(modules, has_rows=bool(row_sets)),
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
-        arena_bytes=arena_bytes(sizes, base_model.dtype, [part.size for part in row_sets], head.size if head else None),
+        arena_bytes=arena_bytes(sizes, base_model.dtype, row_sizes, head.size if head else None),
         target_modules=tuple(sorted({of_all(plan.name) for plan in modules} | {part.name for part in row_sets})),
         num_tokens=num_tokens,
         num_rows=sum(len(part.ids) for part in row_sets),
@@ -242,27 +245,27 @@ def _pack_modules(
     groups: Mapping[int | None, list[ModulePlan]],
     source: TensorSource,
     dtype: str,
+    columns: int,
     directory: Path,
     check: Callable[[], None],
     problems: Problems,
 ) -> tuple[list[dict[str, Any]], list[PackedChunk]]:
     """Write the chunks of modules, one for each layer. The manifest's words for them, and the chunks."""
     layers = sorted(layer for layer in groups if layer is not None)
-    begun: list[tuple[int | None, Path, list[PackedTensor], Future[WrittenChunk]]] = []
+    begun: list[tuple[int | None, Path, Future[WrittenChunk]]] = []
     with ThreadPoolExecutor(1, thread_name_prefix="motet-hash") as hashing:
         for index, layer in enumerate([*layers, *([None] if None in groups else [])]):
             path = directory / str(index)
-            tensors = [tensor for plan in groups[layer] for tensor in _tensors(plan, dtype)]
+            tensors = _tensors(groups[layer], dtype, columns)
             with problems.collected():
-                begun.append((layer, path, tensors, begin_chunk(path, source, tensors, check, hashing)))
+                begun.append((layer, path, begin_chunk(path, source, tensors, check, hashing)))
     described, chunks = [], []
-    for layer, path, tensors, future in begun:
+    for layer, path, future in begun:
         written = future.result()
-        hashes = dict(zip((tensor.name for tensor in tensors), written.tensor_sha256, strict=True))
         chunks.append(PackedChunk(path, written.size_bytes, written.sha256))
         described.append(
             {
-                "modules": [_described(plan, hashes) for plan in groups[layer]],
+                "modules": [_described(plan) for plan in groups[layer]],
                 "name": chunk_name(layer),
                 "sha256": written.sha256,
                 "size_bytes": written.size_bytes,
@@ -290,7 +293,7 @@ def _pack_rows(
             continue
         chunks.append(PackedChunk(path, written.size_bytes, written.sha256))
         own = {"name": part.chunk_name, "sha256": written.sha256, "size_bytes": written.size_bytes}
-        described.append({"modules": [], "rows": [part.described(written.tensor_sha256)], **own})
+        described.append({"modules": [], "rows": [part.described()], **own})
     return described, chunks
 
 
@@ -305,27 +308,36 @@ def _pack_head(head: ScoreHead, source: TensorSource, path: Path, check: Callabl
     return PackedChunk(path, written.size_bytes, written.sha256)
 
 
-def _tensors(plan: ModulePlan, dtype: str) -> list[PackedTensor]:
-    return [
-        PackedTensor(
-            f"{plan.name}.{part.packed_name}",
-            entry,
-            "float32" if part.is_vector else dtype,
-            part.is_transposed,
-            plan.packed_size(part),
-        )
+def _tensors(plans: list[ModulePlan], dtype: str, columns: int) -> list[ChunkTensor]:
+    """What the chunk of these modules has: all matrices in one tensor, then the vectors of each module."""
+    matrices = [matrix for plan in plans for matrix in _matrices(plan)]
+    vectors = [
+        PackedTensor(f"{plan.name}.{part.packed_name}", entry, "float32", size=plan.packed_size(part))
+        for plan in plans
         for part, entry in plan.tensors
+        if part.is_vector
     ]
+    return [PagedTensor(matrices, columns, dtype), *vectors]
 
 
-def _described(plan: ModulePlan, hashes: Mapping[str, str]) -> dict[str, Any]:
+def _matrices(plan: ModulePlan) -> list[PagedMatrix]:
+    """A and B; zeros for a module that has vectors alone."""
+    found = {part.packed_name: (part, entry) for part, entry in plan.tensors}
+    matrices = []
+    for name, width in (("a", plan.in_features), ("b", plan.out_features)):
+        part, entry = found.get(name, (None, None))
+        matrices.append(PagedMatrix(entry, plan.rank, width, part is not None and part.is_transposed))
+    return matrices
+
+
+def _described(plan: ModulePlan) -> dict[str, Any]:
     """The manifest's words for a module."""
     return {
-        **{f"{part.packed_name}_sha256": hashes[f"{plan.name}.{part.packed_name}"] for part, _ in plan.tensors},
         **({"is_embedding": True} if plan.is_embedding else {}),
         "in_features": plan.in_features,
         "name": plan.name,
         "out_features": plan.out_features,
+        "parts": [part.packed_name for part, _ in plan.tensors],
         "rank": plan.rank,
         "scaling": float(plan.scaling),
     }

@@ -11,9 +11,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from control_plane.registry.peft.chunk_writer import read_block
+from control_plane.registry.peft.chunks.tensor_codec import Float32Array, StoredArray, decode
+from control_plane.registry.peft.chunks.tensor_sources import read_block
 from control_plane.registry.peft.safetensors_header import ITEMSIZE, TensorEntry, refuse
-from control_plane.registry.peft.tensor_codec import Float32Array, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class RowTensor(TensorEntry):
 
 
 class RowSource:
-    """The tensors of an adapter's rows. See chunk_writer.TensorSource."""
+    """The tensors of an adapter's rows. See tensor_sources.TensorSource."""
 
     def __init__(self, weights: BinaryIO, exact: BinaryIO | None) -> None:
         self._weights = weights
         self._exact = exact
 
-    def values(self, entry: TensorEntry, row: int, column: int, count: int, width: int) -> Float32Array:
-        """[count, width]: a block of the tensor that begins at `row` and `column`. Raises InvalidAdapter."""
+    def block(self, entry: TensorEntry, row: int, column: int, count: int, width: int) -> tuple[StoredArray, str]:
+        """See TensorSource."""
         assert isinstance(entry, RowTensor), "these tensors come from rows"
         num_rows = entry.shape[0]
         begin = (row + entry.first_row) % num_rows
@@ -43,7 +43,7 @@ class RowSource:
         blocks = [self._block(entry, begin, column, first, width)]
         if first < count:
             blocks.append(self._block(entry, 0, column, count - first, width))
-        return np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
+        return (np.concatenate(blocks) if len(blocks) > 1 else blocks[0]), "F32"
 
     def _block(self, entry: RowTensor, row: int, column: int, count: int, width: int) -> Float32Array:
         num_columns = entry.shape[1] if len(entry.shape) == 2 else 1

@@ -1,9 +1,8 @@
 """The adapter arena: loads packed adapters into slots and evicts them. `step.AdapterSteps` applies them.
 
 Loader threads call `load`; everything else belongs to the compute thread. A load writes pages that no step reads, and
-publishes the adapter in one assignment at its end, so that a step sees all of an adapter or nothing. On a GPU all
-threads queue on the device's default stream: a load's writes run after all steps that were queued earlier, including
-steps that still read the evicted adapter's pages.
+publishes the adapter in one assignment at its end, so that a step sees all of an adapter or nothing. On a GPU a load
+copies beside the steps, but behind those that may still read an evicted adapter's pages (transfers.py).
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement, place
 from data_plane.adapters.arena.rotary import Rotary, RotaryTables
 from data_plane.adapters.arena.slots import Load, ModulePages, ResidentAdapter, SlotTable
+from data_plane.adapters.arena.transfers import Transfers
 from data_plane.adapters.arena.writing import AdapterWriter
 from data_plane.adapters.format.manifest import Manifest, read_manifest
 from data_plane.adapters.format.packed import TORCH_DTYPES
 from data_plane.adapters.kinds.base_weights import BaseWeights
 from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource, TargetKind, TargetModule
+from kernels.devices import upload
 from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup, PagedModule
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ class AdapterArena:
         self._pool = PagePool(targets, arena_bytes, dtype, self._device)
         self.table = SlotTable(targets, num_slots, self._pool, num_scaled)
         self.groups = ModuleGroups(targets, self.table, base)
-        self._writer = AdapterWriter(self._pool, base, self.table.rows.vocab_size)
+        self._transfers = Transfers(self._device)
+        self._writer = AdapterWriter(self._pool, base, self.table.rows.vocab_size, self._transfers)
         # Guards the pool's free list, _loads, _ready, _generations and unlisted.
         self._lock = threading.Lock()
         # Invariant: a slot is in at most one of _loads and _ready; in neither, it is empty.
@@ -108,9 +110,11 @@ class AdapterArena:
             placement = self._plan(manifest)
             rotation = self._rotation(manifest)
             page_ids = self._reserve(load, placement.num_pages)
-            self._pool.zero(page_ids)
-            size_bytes = self._writer.write(load, manifest, chunks, placement, page_ids)
-            self._publish(load, page_ids, placement, size_bytes, rotation, manifest.num_tokens)
+            with self._transfers.load():
+                self._pool.zero(page_ids[placement.num_matrix_pages :])  # all others are written as a whole
+                size_bytes = self._writer.write(load, manifest, chunks, placement, page_ids)
+                on_device = upload(page_ids, self._device)
+            self._publish(load, page_ids, on_device, placement, size_bytes, rotation, manifest.num_tokens)
         except BaseException as error:
             self._abandon(load)
             if isinstance(error, AdapterLoadError) or not isinstance(error, Exception):
@@ -118,27 +122,35 @@ class AdapterArena:
             raise AdapterLoadError(f"adapter {digest}: {type(error).__name__} while loading: {error}") from error
         logger.info("adapter ready slot=%d generation=%d digest=%s pages=%d", slot, generation, digest, len(page_ids))
 
-    def load_zeros(self, slot: int, generation: int, rank: int, *, has_vectors: bool = False) -> None:
+    def load_zeros(
+        self, slot: int, generation: int, rank: int, *, has_vectors: bool = False, is_trained: bool = False
+    ) -> None:
         """Fill an empty slot with an adapter for warm-up: this rank on every target module, and it adds nothing.
 
         All modules share the same pages, so that the adapter takes no more than its largest module. With has_vectors
-        every module also has each kind of vector, all of them ones that share pages as well. Raises ArenaFull.
+        every module also has each kind of vector, all of them ones that share pages as well. With is_trained steps read
+        as much as of a usual trained adapter: the linears of the layers alone, each with pages of its own. Raises
+        ArenaFull.
         """
+        targets = [target for target in self._targets.values() if not is_trained or target.kind is TargetKind.LINEAR]
         vectors = dict.fromkeys(VECTOR_TABLES, 0) if has_vectors else {}
-        num_values = max(target.out_features for target in self._targets.values()) if has_vectors else 0
+        num_values = max(target.out_features for target in targets) if has_vectors else 0
         load = self._begin(slot, generation, f"zeros of rank {rank}")
         try:
-            modules = {}
-            for name, target in self._targets.items():
+            modules, first = {}, 0
+            for target in targets:
                 a, b = (self._pool.num_pages_of(rank, width) for width in (target.in_features, target.out_features))
-                modules[name] = ModulePages(rank, 0.0, 0, a, b, vectors)
-            num_pages = max(entry.num_a_pages + entry.num_b_pages for entry in modules.values())
+                modules[target.name] = ModulePages(rank, 0.0, first, a, b, vectors)
+                first += a + b if is_trained else 0
+            num_pages = max(entry.first + entry.num_a_pages + entry.num_b_pages for entry in modules.values())
             page_ids = self._reserve(load, num_pages + -(-num_values // self._pool.values_per_page))
-            self._pool.zero(page_ids)
-            if has_vectors:
-                self._pool.write_values(page_ids[num_pages:], torch.ones(num_values))
+            with self._transfers.load():
+                self._pool.zero(page_ids)
+                if has_vectors:
+                    self._pool.write_values(page_ids[num_pages:], torch.ones(num_values))
+                on_device = upload(page_ids, self._device)
             placement = Placement(modules, num_values, num_pages, len(page_ids))
-            self._publish(load, page_ids, placement, len(page_ids) * self._pool.page_bytes)
+            self._publish(load, page_ids, on_device, placement, len(page_ids) * self._pool.page_bytes)
         except BaseException:
             self._abandon(load)
             raise
@@ -197,15 +209,12 @@ class AdapterArena:
         self,
         load: Load,
         page_ids: npt.NDArray[np.int64],
+        on_device: torch.Tensor,
         placement: Placement,
         size_bytes: int,
         rotation: RotaryTables | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        on_device = torch.from_numpy(page_ids).to(self._device)
-        if self._device.type == "cuda":
-            # The stream's order would be enough, but "ready" should mean that the bytes have arrived.
-            torch.cuda.current_stream(self._device).synchronize()
         adapter = ResidentAdapter(
             load.slot,
             load.generation,
@@ -281,6 +290,7 @@ class AdapterArena:
         logger.info("adapter evicted slot=%d generation=%d", slot, generation)
 
     def _remove(self, adapter: ResidentAdapter) -> None:
+        self._transfers.note_freed(adapter.page_ids_device)
         self._generations[adapter.slot] = NOT_READY
         self._pool.give_back(adapter.page_ids)
         if adapter in self.unlisted:

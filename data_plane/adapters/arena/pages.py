@@ -18,7 +18,11 @@ import numpy.typing as npt
 import torch
 
 from contract.packed_layout import page_widths
+from data_plane.adapters.arena.transfers import PinnedRing
+from data_plane.adapters.format.packed import is_finite
+from data_plane.adapters.format.paged import Bits
 from data_plane.plan import TargetKind, TargetModule
+from kernels.devices import upload
 from kernels.lora import PAGE_RANKS, page_values
 
 
@@ -77,9 +81,8 @@ class PagePool:
     def give_back(self, page_ids: npt.NDArray[np.int64]) -> None:
         """Return pages that `take` gave."""
         ordered = np.sort(page_ids)
-        for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
-            if len(run):
-                self._insert(int(run[0]), len(run))
+        for first, count in runs(ordered):
+            self._insert(int(ordered[first]), count)
         self.num_used -= len(page_ids)
 
     def _insert(self, start: int, length: int) -> None:
@@ -97,10 +100,14 @@ class PagePool:
 
     def zero(self, page_ids: npt.NDArray[np.int64]) -> None:
         """Clear pages before their next owner writes them."""
-        self.pages.index_fill_(0, torch.from_numpy(page_ids).to(self.pages.device), 0)
+        self.pages.index_fill_(0, upload(page_ids, self.pages.device), 0)
 
     def write(self, page_ids: npt.NDArray[np.int64], matrix: torch.Tensor) -> None:
         """Write a matrix [rank, width] into its pages, with zeros in the rest of them."""
+        self._put(page_ids, self.in_pages(matrix))
+
+    def in_pages(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The pages [num_pages, PAGE_RANKS, tile_width] of a matrix [rank, width], with zeros in the rest of them."""
         rank, width = matrix.shape
         num_groups, num_tiles = -(-rank // PAGE_RANKS), self._num_tiles(width)
         padded = matrix
@@ -108,8 +115,33 @@ class PagePool:
             padded = matrix.new_zeros(num_groups * PAGE_RANKS, num_tiles * self.tile_width)
             padded[:rank, :width] = matrix
         tiles = padded.view(num_groups, PAGE_RANKS, num_tiles, self.tile_width).transpose(1, 2)
-        flat = tiles.reshape(-1, PAGE_RANKS, self.tile_width)
-        self.pages.index_copy_(0, torch.from_numpy(page_ids).to(self.pages.device), flat.to(self.pages.device))
+        return tiles.reshape(-1, PAGE_RANKS, self.tile_width)
+
+    def write_pages(self, page_ids: npt.NDArray[np.int64], pages: Bits, ring: PinnedRing | None) -> bool:
+        """Copy whole pages [len(page_ids), ...] as they are. Returns whether all values are finite.
+
+        `ring`: what they pass through on their way to a GPU.
+        """
+        if ring is not None:
+            staged = ring.fill(pages, self.pages.dtype)
+            self._put(page_ids, staged)
+            ring.queued()
+            return is_finite(staged)
+        finite = True
+        for first, count in runs(page_ids):
+            place = self.pages[int(page_ids[first]) :][:count]
+            place.view(torch.uint8).numpy().view(pages.dtype)[...] = pages[first : first + count]
+            finite = finite and is_finite(place)
+        return finite
+
+    def _put(self, page_ids: npt.NDArray[np.int64], pages: torch.Tensor) -> None:
+        """Copy pages [len(page_ids), ...] on the host to their places: one copy where these follow one another."""
+        if len(page_ids) and int(page_ids[-1]) - int(page_ids[0]) == len(page_ids) - 1:  # they rise
+            begin = int(page_ids[0])
+            self.pages[begin : begin + len(page_ids)].copy_(pages, non_blocking=True)
+            return
+        device = self.pages.device
+        self.pages.index_copy_(0, upload(page_ids, device), pages.to(device, non_blocking=True))
 
     def read(self, page_ids: torch.Tensor, rank: int, width: int) -> torch.Tensor:
         """The matrix [rank, width] of pages, page_ids int64 on the device."""
@@ -123,7 +155,7 @@ class PagePool:
         padded[: len(values)] = values
         device = self.pages.device
         rows = padded.view(len(page_ids), self.values_per_page).to(device)
-        self.values.index_copy_(0, torch.from_numpy(page_ids).to(device), rows)
+        self.values.index_copy_(0, upload(page_ids, device), rows)
 
     def check(self, held: Sequence[npt.NDArray[np.int64]]) -> None:
         """Assert that free pages and the given ones are all pages, each once."""
@@ -131,6 +163,14 @@ class PagePool:
         every = np.sort(np.concatenate([*free, *held, np.zeros(0, dtype=np.int64)]))
         assert np.array_equal(every, np.arange(self.num_pages)), "a page is lost or held twice"
         assert sum(len(ids) for ids in held) == self.num_used, "num_used is not what is held"
+
+
+def runs(page_ids: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """(first index, pages) of each run of ids that follow one another: [3 4 9] gives (0, 2) (2, 1)."""
+    if len(page_ids) == 0:
+        return []
+    starts = [0, *(np.flatnonzero(np.diff(page_ids) != 1) + 1).tolist()]
+    return [(start, end - start) for start, end in zip(starts, [*starts[1:], len(page_ids)], strict=True)]
 
 
 def _page_widths(target: TargetModule) -> tuple[int, ...]:

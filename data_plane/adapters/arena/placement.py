@@ -52,7 +52,13 @@ def place(manifest: Manifest, targets: Mapping[str, TargetModule], pool: PagePoo
     if manifest.head is not None:
         head = PlacedHead(manifest.head, num_values)
         num_values += manifest.head.num_values
-    arena_bytes = manifest.arena_bytes({name for name, target in targets.items() if target.kind is TargetKind.HEAD})
+    heads = {name for name, target in targets.items() if target.kind is TargetKind.HEAD}
+    if manifest.page_columns not in (None, manifest.own_page_columns(heads)):
+        raise AdapterMismatch(
+            f"adapter {manifest.digest}: page_columns is {manifest.page_columns}, its modules need "
+            f"{manifest.own_page_columns(heads)}"
+        )
+    arena_bytes = manifest.arena_bytes(heads)
     assert arena_bytes % pool.page_bytes == 0, "the columns of a page divide all widths that whole pages are made for"
     num_pages = arena_bytes // pool.page_bytes
     assert first + -(-num_values // pool.values_per_page) <= num_pages, (

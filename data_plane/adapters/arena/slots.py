@@ -85,6 +85,9 @@ class ScaledColumn:
     is_linear: bool  # the column has the square root of the product's size (see kernels.lora.linear)
 
 
+# Ids in the list of pages for each page of the pool. Adapters that come and go leave gaps between the rows of the list:
+# with three quarters of it free, one of them is almost always wide enough for the next adapter.
+ROOM = 4
 ENTRY_BYTES = 4 + 4 + 4 + 8 * len(VECTOR_TABLES)  # of one module and column
 
 
@@ -110,7 +113,7 @@ class SlotTable:
         self.num_slots = num_slots
         self.pages = pool.pages
         self.num_columns = num_columns = num_slots + num_scaled
-        self.page_ids = torch.zeros(pool.num_pages, dtype=torch.int32, device=device)
+        self.page_ids = torch.zeros(ROOM * pool.num_pages, dtype=torch.int32, device=device)
         # One entry for each module and column, module after module: those of a module begin at its index here.
         self._is_expert = np.array([target.kind is TargetKind.EXPERT for target in targets])
         widths = np.where(self._is_expert, num_slots, num_columns)
@@ -133,9 +136,10 @@ class SlotTable:
         self.slot_of_column = np.arange(num_columns, dtype=np.int32)  # of a column that is not used: any
         self.sign_of_column = np.ones(num_columns, dtype=np.float32)  # of the scale
         self.rotations: dict[int, RotaryTables] = {}  # of the slots whose adapter has its own
+        self.num_compactions = 0
         self.version = 0  # rises with every column that is written or emptied
         self._scaled: dict[int, dict[int, ScaledColumn]] = {}  # by slot and column; no empty ones
-        # Invariant: rows lie in page_ids in this order without overlap; their lengths sum to at most num_pages.
+        # Invariant: rows lie in page_ids without overlap; their lengths sum to at most the pool's number of pages.
         self._rows: dict[int, tuple[int, ResidentAdapter]] = {}  # slot -> (start in page_ids, adapter)
 
     def group(self, targets: Sequence[TargetModule]) -> tuple[ModuleGroup, Epilogue]:
@@ -183,10 +187,8 @@ class SlotTable:
     def put(self, adapter: ResidentAdapter) -> None:
         """Enter an adapter into its slot, which must be empty."""
         assert adapter.slot not in self._rows, f"slot {adapter.slot} is taken"
-        start = max((begin + len(held.page_ids) for begin, held in self._rows.values()), default=0)
-        if start + len(adapter.page_ids) > len(self.page_ids):
-            start = self._compact()
-        self._write(adapter, start)
+        start = self._gap(len(adapter.page_ids))
+        self._write(adapter, self._compact() if start is None else start)
         if adapter.rotation is not None:
             self.rotations[adapter.slot] = adapter.rotation
         self.version += 1
@@ -233,8 +235,18 @@ class SlotTable:
         scaling = self._scaling[source] * scaled.scale
         self._scaling[column] = scaling.abs().sqrt() if scaled.is_linear else scaling
 
+    def _gap(self, num_pages: int) -> int | None:
+        """The first place of page_ids where so many ids are free, or None."""
+        start = 0
+        for begin, held in sorted(self._rows.values(), key=lambda row: row[0]):
+            if begin - start >= num_pages:
+                return start
+            start = begin + len(held.page_ids)
+        return start if len(self.page_ids) - start >= num_pages else None
+
     def _compact(self) -> int:
-        """Move all rows to the front. Returns the first free index."""
+        """Move all rows to the front. Returns the first free index. Writes every adapter again, which takes long."""
+        self.num_compactions += 1
         start = 0
         for _, adapter in sorted(self._rows.values(), key=lambda row: row[0]):
             self._write(adapter, start)

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.ids import DIGEST_FORM, is_digest
-from contract.packed_layout import FORMAT, ITEMSIZE, SCORE_HEAD, ModuleSize, RowsSize, ScoreHeadSize, arena_bytes
+from contract.packed_layout import (
+    ITEMSIZE,
+    READ_FORMATS,
+    SCORE_HEAD,
+    ModuleSize,
+    RowsSize,
+    ScoreHeadSize,
+    arena_bytes,
+    page_columns,
+)
 from contract.rope_scaling import RopeScaling, read_rope_scaling
 from data_plane.adapters.kinds import MANIFEST_WORDS, kind_with
 from data_plane.adapters.kinds.adapter_kind import AdapterKind
@@ -19,14 +28,15 @@ from data_plane.errors import AdapterCorrupt
 # About 300 bytes per module; a very large model has 10 000 modules.
 MAX_MANIFEST_BYTES = 16 << 20
 
+_COLUMNS = "page_columns"
 _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
 _INVOCATION = "alora_invocation_tokens"
 _OPTIONAL_KEYS = {"companions", "num_tokens", "rope", SCORE_HEAD, _INVOCATION}  # the first is not the worker's
 _HEAD_KEYS = {"has_bias", "in_features", "labels", "num_labels", "problem_type"}
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
-_ROWS_KEYS = {"ids_sha256", "name", "num_rows", "rows_sha256", "width"}
-_MODULE_KEYS = {"in_features", "name", "out_features", "rank", "scaling"}  # and the hashes of its kind's parts
-_HASH = "_sha256"  # ends the key of a part's hash
+_ROWS_KEYS = {"name", "num_rows", "width"}
+_MODULE_KEYS = {"in_features", "name", "out_features", "rank", "scaling"}
+_HASH = "_sha256"  # ends the key of a tensor's hash. Format 1 has one for each tensor, and names the parts so.
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +97,21 @@ class Manifest:
     head: ScoreHeadSize | None = None  # in the chunk SCORE_HEAD, which is there if this is
     # The control plane says from which token on a row has the adapter; the worker needs no more than to know the key.
     alora_invocation_tokens: tuple[int, ...] = ()
+    page_columns: int | None = None  # of the pages that chunks have the modules in; None: chunks of format 1
 
     def arena_bytes(self, heads: Collection[str]) -> int:
         """What the adapter takes of an arena, by the formula of docs/protocol.md. `heads`: the model's, by name."""
+        return arena_bytes(*self._sizes(heads), self.head)
+
+    def own_page_columns(self, heads: Collection[str]) -> int:
+        """The columns of its pages, by the formula of docs/protocol.md."""
+        sizes, _, rows = self._sizes(heads)
+        return page_columns(sizes, rows)
+
+    def _sizes(self, heads: Collection[str]) -> tuple[list[ModuleSize], str, list[RowsSize]]:
         modules = [module for chunk in self.chunks for module in chunk.modules]
         rows = [part.size for chunk in self.chunks for part in chunk.rows]
-        sizes = [module.size(is_head=module.name in heads) for module in modules]
-        return arena_bytes(sizes, self.dtype, rows, self.head)
+        return [module.size(is_head=module.name in heads) for module in modules], self.dtype, rows
 
 
 def read_manifest(data: bytes, digest: str) -> Manifest:
@@ -105,15 +123,18 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
         raise AdapterCorrupt(f"adapter {digest}: its manifest hashes to {actual}")
     try:
         raw = json.loads(data)
-        optional = _OPTIONAL_KEYS & raw.keys() if isinstance(raw, dict) else set()
-        fields = _fields(raw, _MANIFEST_KEYS | optional, "manifest")
-        if fields["format"] != FORMAT:
-            raise ValueError(f"format is {fields['format']!r}, this worker reads {FORMAT}")
+        given = raw if isinstance(raw, dict) else {}
+        version = given.get("format", 1)
+        if type(version) is not int or version not in READ_FORMATS:
+            raise ValueError(f"format is {version!r}, this worker reads {', '.join(map(str, READ_FORMATS))}")
+        is_paged = version > 1
+        own = {_COLUMNS} if is_paged else set[str]()
+        fields = _fields(raw, _MANIFEST_KEYS | own | (_OPTIONAL_KEYS & given.keys()), "manifest")
         if fields["kind"] not in MANIFEST_WORDS:
             raise ValueError(f"kind is {fields['kind']!r}, want one of {', '.join(MANIFEST_WORDS)}")
         if fields["dtype"] not in ITEMSIZE:
             raise ValueError(f"dtype is {fields['dtype']!r}, want one of {', '.join(ITEMSIZE)}")
-        chunks = tuple(_chunk(entry) for entry in _list(fields["chunks"], "chunks"))
+        chunks = tuple(_chunk(entry, is_paged=is_paged) for entry in _list(fields["chunks"], "chunks"))
         names = [module.name for chunk in chunks for module in chunk.modules]
         if len(set(names)) != len(names):
             raise ValueError("a module is named twice")
@@ -125,9 +146,9 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
             raise ValueError(f"chunk {empty or SCORE_HEAD} has no module and no rows, which a score head's alone has")
         fingerprint = _hash(fields["base_fingerprint"])
         invocation = _token_ids(fields[_INVOCATION]) if _INVOCATION in fields else ()
-        return Manifest(
-            digest, fingerprint, fields["kind"], fields["dtype"], chunks, rope, num_tokens, head, invocation
-        )
+        columns = _count(fields[_COLUMNS], _COLUMNS) if is_paged else None
+        kind, dtype = fields["kind"], fields["dtype"]
+        return Manifest(digest, fingerprint, kind, dtype, chunks, rope, num_tokens, head, invocation, columns)
     except (ValueError, RecursionError) as error:
         raise AdapterCorrupt(f"adapter {digest}: {error}") from error
 
@@ -141,10 +162,10 @@ def verify_chunk(chunk: ChunkEntry, data: bytes, digest: str) -> None:
         raise AdapterCorrupt(f"adapter {digest}: chunk {chunk.name} hashes to {actual}, want {chunk.sha256}")
 
 
-def _chunk(raw: Any) -> ChunkEntry:
+def _chunk(raw: Any, *, is_paged: bool) -> ChunkEntry:
     fields = _fields(raw, _CHUNK_KEYS | _given(raw, "rows"), "chunk")
-    modules = tuple(_module(entry) for entry in _list(fields["modules"], "modules"))
-    rows = tuple(_rows(entry) for entry in _list(fields.get("rows", []), "rows"))
+    modules = tuple(_module(entry, is_paged=is_paged) for entry in _list(fields["modules"], "modules"))
+    rows = tuple(_rows(entry, is_paged=is_paged) for entry in _list(fields.get("rows", []), "rows"))
     if modules and rows:
         raise ValueError(f"chunk {fields['name']!r} has modules and rows")
     return ChunkEntry(
@@ -152,15 +173,18 @@ def _chunk(raw: Any) -> ChunkEntry:
     )
 
 
-def _rows(raw: Any) -> RowsEntry:
-    fields = _fields(raw, _ROWS_KEYS | _given(raw, "bias_sha256"), "set of rows")
-    for key in fields.keys() & {"ids_sha256", "rows_sha256", "bias_sha256"}:
+def _rows(raw: Any, *, is_paged: bool) -> RowsEntry:
+    hashes = set[str]() if is_paged else {"ids_sha256", "rows_sha256"} | _given(raw, "bias_sha256")
+    fields = _fields(raw, _ROWS_KEYS | hashes | (_given(raw, "has_bias") if is_paged else set()), "set of rows")
+    for key in hashes:
         _hash(fields[key])
+    if fields.get("has_bias", True) is not True:
+        raise ValueError(f"has_bias is {fields['has_bias']!r}, want true or no such key")
     return RowsEntry(
         name=_text(fields["name"]),
         num_rows=_count(fields["num_rows"], "num_rows"),
         width=_count(fields["width"], "width"),
-        has_bias="bias_sha256" in fields,
+        has_bias="bias_sha256" in fields or "has_bias" in fields,
     )
 
 
@@ -177,10 +201,11 @@ def _head(raw: Any) -> ScoreHeadSize:
     return ScoreHeadSize(num_labels, in_features, fields["has_bias"])
 
 
-def _module(raw: Any) -> ModuleEntry:
+def _module(raw: Any, *, is_paged: bool) -> ModuleEntry:
     given = set(raw) if isinstance(raw, dict) else set()
-    hashes = {key for key in given if key.endswith(_HASH)}
-    fields = _fields(raw, _MODULE_KEYS | hashes | ({"is_embedding"} & given), "module")
+    hashes = set[str]() if is_paged else {key for key in given if key.endswith(_HASH)}
+    own = {"parts"} if is_paged else hashes
+    fields = _fields(raw, _MODULE_KEYS | own | ({"is_embedding"} & given), "module")
     if fields.get("is_embedding", True) is not True:
         raise ValueError(f"is_embedding is {fields['is_embedding']!r}, want true or no such key")
     scaling = fields["scaling"]
@@ -188,8 +213,11 @@ def _module(raw: Any) -> ModuleEntry:
         raise ValueError(f"scaling is {scaling!r}, want a finite number")
     for key in hashes:
         _hash(fields[key])
+    parts = [_text(part) for part in _list(fields["parts"], "parts")] if is_paged else []
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"{fields['name']!r} has a part twice")
     try:
-        kind = kind_with(key.removesuffix(_HASH) for key in hashes)
+        kind = kind_with(parts or [key.removesuffix(_HASH) for key in hashes])
     except ValueError as error:
         raise ValueError(f"{fields['name']!r} {error}") from error
     return ModuleEntry(

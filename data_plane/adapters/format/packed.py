@@ -12,7 +12,9 @@ from safetensors.torch import load as load_safetensors
 
 from contract.packed_layout import SCORE_BIAS, SCORE_WEIGHT
 from data_plane.adapters.format.manifest import ChunkEntry, Manifest, ModuleEntry, RowsEntry
+from data_plane.adapters.format.paged import MatrixPages, PagedChunk, PagedModule, read_paged
 from data_plane.errors import AdapterCorrupt, AdapterMismatch
+from data_plane.plan import ChunkBytes
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,7 +35,7 @@ class RowTensors(NamedTuple):
     bias: torch.Tensor | None  # float32 [num_rows]
 
 
-def read_rows(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> Iterator[RowTensors]:
+def read_rows(manifest: Manifest, chunk: ChunkEntry, data: ChunkBytes) -> Iterator[RowTensors]:
     """The rows of a chunk; checked as read_chunk checks modules. The ids are not compared with the model."""
     where = f"adapter {manifest.digest}: chunk {chunk.name}"
     found = _load(data, where)
@@ -52,13 +54,22 @@ def read_rows(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> Iterator[Ro
         yield RowTensors(entry, found[f"{name}.row_ids"], found[f"{name}.rows"], found.get(f"{name}.row_bias"))
 
 
-def read_chunk(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> Iterator[ModuleTensors]:
+def read_chunk(manifest: Manifest, chunk: ChunkEntry, data: ChunkBytes) -> Iterator[ModuleTensors]:
     """Each module of a chunk, its tensors' names, shapes and types checked against the manifest.
 
     The source has verified the chunk's bytes (verify_chunk). Their hash covers the header and all tensors, so that no
     tensor is hashed again. Raises AdapterCorrupt, or AdapterMismatch for a weight that is not finite.
     """
     where = f"adapter {manifest.digest}: chunk {chunk.name}"
+    if manifest.page_columns is not None:
+        paged = read_paged(manifest, chunk, data)
+        for entry in paged.modules:
+            read = module_tensors(paged, entry, TORCH_DTYPES[manifest.dtype])
+            for name in sorted({"a", "b"} & read.tensors.keys()):
+                if not is_finite(read.tensors[name]):
+                    raise AdapterMismatch(f"{where}: {entry.entry.name}.{name} holds a value that is not finite")
+            yield read
+        return
     found = _load(data, where)
     _check_names(found, {f"{module.name}.{part.name}" for module in chunk.modules for part in module.kind.parts}, where)
     for module in chunk.modules:
@@ -70,7 +81,22 @@ def read_chunk(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> Iterator[M
         yield ModuleTensors(module, tensors)
 
 
-def read_score_head(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> torch.Tensor:
+def module_tensors(chunk: PagedChunk, module: PagedModule, dtype: torch.dtype) -> ModuleTensors:
+    """Copies of the tensors of one module in pages."""
+
+    def matrix(part: MatrixPages) -> torch.Tensor:
+        return torch.from_numpy(chunk.matrix(part)).view(dtype)
+
+    tensors = {}
+    for part in module.entry.kind.parts:
+        if part.is_vector:
+            tensors[part.name] = torch.from_numpy(chunk.vectors[f"{module.entry.name}.{part.name}"].copy())
+        else:
+            tensors[part.name] = matrix(module.a if part.name == "a" else module.b)
+    return ModuleTensors(module.entry, tensors)
+
+
+def read_score_head(manifest: Manifest, chunk: ChunkEntry, data: ChunkBytes) -> torch.Tensor:
     """The values of the score head's chunk, float32 [num_values]: the weight, then the bias. Raises as read_chunk."""
     head = manifest.head
     assert head is not None, "a chunk without modules and rows belongs to a score head"
@@ -85,9 +111,9 @@ def read_score_head(manifest: Manifest, chunk: ChunkEntry, data: bytes) -> torch
     return torch.cat([found[name].reshape(-1) for name in shapes])
 
 
-def _load(data: bytes, where: str) -> dict[str, torch.Tensor]:
+def _load(data: ChunkBytes, where: str) -> dict[str, torch.Tensor]:
     try:
-        return load_safetensors(data)
+        return load_safetensors(bytes(data))
     except SafetensorError as error:
         raise AdapterCorrupt(f"{where}: {error}") from error
 

@@ -18,7 +18,7 @@ from contract.redis_access import RedisAccess
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.adapters.format.manifest import Manifest, read_manifest, verify_chunk
 from data_plane.errors import AdapterCorrupt, AdapterLost, AdapterUnavailable
-from data_plane.plan import AdapterSource
+from data_plane.plan import AdapterSource, ChunkBytes
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class FallbackSource:
         self._first = first
         self._then = then
 
-    def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+    def open(self, digest: str) -> tuple[bytes, Iterator[ChunkBytes]]:
         """See AdapterSource."""
         try:
             manifest, chunks = self._first.open(digest)
@@ -194,7 +194,7 @@ class FallbackSource:
             return self._then.open(digest)
         return manifest, self._chunks(digest, chunks)
 
-    def _chunks(self, digest: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    def _chunks(self, digest: str, chunks: Iterator[ChunkBytes]) -> Iterator[ChunkBytes]:
         num_read = 0
         try:
             for data in chunks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from data_plane.adapters.kinds.base_weights import BaseWeights
@@ -63,15 +63,6 @@ class PackedModule:
     base: BaseWeights
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaWeights:
-    """One module as the arena keeps it, on the host."""
-
-    a: torch.Tensor  # [rank, in_features] in the adapter's dtype
-    b: torch.Tensor  # [rank, out_features]
-    vectors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # float32 [out_features], by vector table
-
-
 class AdapterKind(ABC):
     """One kind of adapter. A module belongs to the kind whose parts it has."""
 
@@ -79,9 +70,14 @@ class AdapterKind(ABC):
     parts: ClassVar[tuple[Part, ...]]  # tensors of a module
     tables: ClassVar[tuple[str, ...]] = ()  # vector tables of kernels.lora.Epilogue that every module of the kind fills
 
+    @property
+    def has_matrices(self) -> bool:
+        """Whether a module has A and B. In an arena, those of one that has none are zeros."""
+        return PART_A in self.parts
+
     @abstractmethod
-    def weights(self, packed: PackedModule) -> ArenaWeights:
-        """What the arena keeps of a module.
+    def vectors(self, packed: PackedModule) -> Mapping[str, torch.Tensor]:
+        """What the arena keeps of a module beside A and B: float32 [out_features] on the host, by vector table.
 
         Runs once per module on a loader thread, on a GPU in a stream beside that of the steps. Raises ValueError for
         tensors that cannot be served.

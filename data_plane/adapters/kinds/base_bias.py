@@ -6,9 +6,10 @@ difference is divided by both.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from data_plane.adapters.kinds.adapter_kind import AdapterKind, ArenaWeights, PackedModule, Part
+from data_plane.adapters.kinds.adapter_kind import AdapterKind, PackedModule, Part
 from data_plane.adapters.kinds.dora import Dora
 from data_plane.adapters.kinds.lora import Lora, LoraWithBias
 
@@ -25,14 +26,9 @@ class BaseBias(AdapterKind):
     parts = (_PART,)
     tables = ("lora_bias",)
 
-    def weights(self, packed: PackedModule) -> ArenaWeights:
+    def vectors(self, packed: PackedModule) -> Mapping[str, torch.Tensor]:
         """See AdapterKind."""
-        import torch
-
-        sizes, bias = packed.sizes, _base_bias(packed)
-        a = torch.zeros(sizes.rank, sizes.in_features, dtype=bias.dtype)
-        b = torch.zeros(sizes.rank, sizes.out_features, dtype=bias.dtype)
-        return ArenaWeights(a, b, {"lora_bias": _added(packed, None)})
+        return {"lora_bias": _added(packed, None)}
 
 
 class LoraWithBaseBias(Lora):
@@ -41,9 +37,9 @@ class LoraWithBaseBias(Lora):
     parts = (*Lora.parts, _PART)
     tables = ("lora_bias",)
 
-    def weights(self, packed: PackedModule) -> ArenaWeights:
+    def vectors(self, packed: PackedModule) -> Mapping[str, torch.Tensor]:
         """See AdapterKind."""
-        return _with_base_bias(super().weights(packed), packed)
+        return _with_base_bias(super().vectors(packed), packed)
 
 
 class LoraWithBiases(LoraWithBias):
@@ -51,9 +47,9 @@ class LoraWithBiases(LoraWithBias):
 
     parts = (*LoraWithBias.parts, _PART)
 
-    def weights(self, packed: PackedModule) -> ArenaWeights:
+    def vectors(self, packed: PackedModule) -> Mapping[str, torch.Tensor]:
         """See AdapterKind."""
-        return _with_base_bias(super().weights(packed), packed)
+        return _with_base_bias(super().vectors(packed), packed)
 
 
 class DoraWithBaseBias(Dora):
@@ -62,14 +58,14 @@ class DoraWithBaseBias(Dora):
     parts = (*Dora.parts, _PART)
     tables = (*Dora.tables, "lora_bias")
 
-    def weights(self, packed: PackedModule) -> ArenaWeights:
+    def vectors(self, packed: PackedModule) -> Mapping[str, torch.Tensor]:
         """See AdapterKind."""
-        return _with_base_bias(super().weights(packed), packed)
+        return _with_base_bias(super().vectors(packed), packed)
 
 
-def _with_base_bias(inner: ArenaWeights, packed: PackedModule) -> ArenaWeights:
-    added, own = _added(packed, inner.vectors.get("dora_scale")), inner.vectors.get("lora_bias")
-    return ArenaWeights(inner.a, inner.b, {**inner.vectors, "lora_bias": added if own is None else own + added})
+def _with_base_bias(inner: Mapping[str, torch.Tensor], packed: PackedModule) -> Mapping[str, torch.Tensor]:
+    added, own = _added(packed, inner.get("dora_scale")), inner.get("lora_bias")
+    return {**inner, "lora_bias": added if own is None else own + added}
 
 
 def _base_bias(packed: PackedModule) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from data_plane.adapters.kinds.adapter_kind import PART_A, PART_B, AdapterKind, ArenaWeights, PackedModule, Part
+from data_plane.adapters.kinds.adapter_kind import PART_A, PART_B, AdapterKind, PackedModule, Part
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +21,11 @@ class Dora(AdapterKind):
     parts: ClassVar[tuple[Part, ...]] = (PART_A, PART_B, Part("magnitude", ("out_features",), "float32"))
     tables: ClassVar[tuple[str, ...]] = ("dora_scale",)
 
-    def weights(self, packed: PackedModule) -> ArenaWeights:
+    def vectors(self, packed: PackedModule) -> Mapping[str, torch.Tensor]:
         """See AdapterKind."""
         a, b, sizes = packed.tensors["a"], packed.tensors["b"], packed.sizes
         scale = dora_scale(packed.base.weight(sizes.name), a, b, sizes.scaling, packed.tensors["magnitude"])
-        return ArenaWeights(a, b, {"dora_scale": scale})
+        return {"dora_scale": scale}
 
 
 class NormalisedDora(AdapterKind):
@@ -34,9 +35,9 @@ class NormalisedDora(AdapterKind):
     parts: ClassVar[tuple[Part, ...]] = (PART_A, PART_B, Part("dora_scale", ("out_features",), "float32"))
     tables: ClassVar[tuple[str, ...]] = ("dora_scale",)
 
-    def weights(self, packed: PackedModule) -> ArenaWeights:
+    def vectors(self, packed: PackedModule) -> Mapping[str, torch.Tensor]:
         """See AdapterKind."""
-        return ArenaWeights(packed.tensors["a"], packed.tensors["b"], {"dora_scale": packed.tensors["dora_scale"]})
+        return {"dora_scale": packed.tensors["dora_scale"]}
 
 
 def dora_scale(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
-from data_plane.adapters.kinds.adapter_kind import PART_A, PART_B, AdapterKind, ArenaWeights, PackedModule, Part
+from data_plane.adapters.kinds.adapter_kind import PART_A, PART_B, AdapterKind, PackedModule, Part
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Lora(AdapterKind):
@@ -13,9 +17,9 @@ class Lora(AdapterKind):
     name = "lora"
     parts: ClassVar[tuple[Part, ...]] = (PART_A, PART_B)
 
-    def weights(self, packed: PackedModule) -> ArenaWeights:
+    def vectors(self, packed: PackedModule) -> Mapping[str, torch.Tensor]:  # noqa: ARG002  # there are none
         """See AdapterKind."""
-        return ArenaWeights(packed.tensors["a"], packed.tensors["b"])
+        return {}
 
 
 class LoraWithBias(AdapterKind):
@@ -25,6 +29,6 @@ class LoraWithBias(AdapterKind):
     parts: ClassVar[tuple[Part, ...]] = (PART_A, PART_B, Part("bias", ("out_features",), "float32"))
     tables = ("lora_bias",)
 
-    def weights(self, packed: PackedModule) -> ArenaWeights:
+    def vectors(self, packed: PackedModule) -> Mapping[str, torch.Tensor]:
         """See AdapterKind."""
-        return ArenaWeights(packed.tensors["a"], packed.tensors["b"], {"lora_bias": packed.tensors["bias"]})
+        return {"lora_bias": packed.tensors["bias"]}

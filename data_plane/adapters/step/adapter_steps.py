@@ -16,7 +16,7 @@ from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.step.expert_rows import TokenSlots
 from data_plane.adapters.step.further_columns import FurtherColumns
 from data_plane.adapters.step.linear_tokens import LinearTokens
-from data_plane.adapters.step.lora_step import LoraStep, ModuleNeeds, ShrunkRows
+from data_plane.adapters.step.lora_step import LoraStep, LoraTier, ModuleNeeds, ShrunkRows
 from data_plane.adapters.step.row_step import RowStep
 from data_plane.errors import StaleSlot
 from data_plane.plan import TargetKind
@@ -31,11 +31,14 @@ class AdapterSteps:
         self._arena = arena
         self._table = arena.table
         self._heads = np.flatnonzero([target.kind is TargetKind.HEAD for target in arena.table.targets])
+        self._is_linear = np.array([target.kind is TargetKind.LINEAR for target in arena.table.targets], dtype=np.bool_)
         self._num_slots = arena.table.num_slots
         pages = arena.table.pages
         self._device = pages.device
         self._segments_on_host = pages.device.type == "cpu" and not runs_triton(pages)
         self._shrunk = ShrunkRows()
+        # Of the tokens that were grouped last: steady steps have the same ones, and the head's are those of the layers.
+        self._last_segments: tuple[tuple[int, bytes], AdapterSegments] | None = None
         # Key: the table's version and the slots. Most steps have the slots of the step before.
         self._needs: tuple[tuple[int, bytes], ModuleNeeds] | None = None
 
@@ -62,6 +65,28 @@ class AdapterSteps:
             return None
         needs = self._needs_of(slots)
         return self._step(needs, host_slots, further) if needs.max_rank_of_all or self._table.rotations else None
+
+    def tier_of(self, slots: npt.NDArray[np.intp]) -> LoraTier | None:
+        """What a step needs whose tokens have these adapters, distinct and at least one. None where the step does more
+        than add to linears, each token with its own adapter: such a step is not recorded."""
+        if self._arena.unlisted:
+            self._arena.list_published()
+        table = self._table
+        if (slots >= self._num_slots).any() or table.rotations or table.rows.host_has_rows[slots].any():
+            return None
+        self._arena.check_ready(slots)
+        needs = self._needs_of(slots)
+        if needs.max_rank[~self._is_linear].any():
+            return None
+        return LoraTier(len(slots), needs.max_rank_of_all, bool(needs.has_vectors.any()))
+
+    def begin_tier(self, token_slots: torch.Tensor, tier: LoraTier) -> LoraStep:
+        """What the linears of any step add whose adapters the tier serves. token_slots is int32 [n] on the device."""
+        segments = adapter_segments(token_slots, self._num_slots, num_groups=tier.max_adapters)
+        none = TokenSlots(np.zeros(0, dtype=np.int32), self._num_slots, self._device, is_host=False)
+        return LoraStep(
+            self._arena.groups, self._table, tier.needs(self._is_linear), [segments], None, self._shrunk, none
+        )
 
     def begin_head(self, row_slots: torch.Tensor, further: FurtherColumns | None = None) -> LoraStep | None:
         """What the head adds in the step that began last, or None if no adapter of its rows targets the head.
@@ -109,8 +134,12 @@ class AdapterSteps:
         num_slots = self._table.num_columns if has_scales else self._num_slots
         if self._segments_on_host:
             return segments_on_host(token_slots, num_slots)
-        num_groups = len(np.unique(token_slots[(token_slots >= 0) & (token_slots < num_slots)]))
-        return adapter_segments(upload(token_slots, self._device), num_slots, num_groups=num_groups)
+        key = num_slots, token_slots.tobytes()
+        if self._last_segments is None or self._last_segments[0] != key:
+            num_groups = len(np.unique(token_slots[(token_slots >= 0) & (token_slots < num_slots)]))
+            segments = adapter_segments(upload(token_slots, self._device), num_slots, num_groups=num_groups)
+            self._last_segments = key, segments
+        return self._last_segments[1]
 
     def _rotations(self, token_slots: npt.NDArray[np.int32]) -> list[tuple[RotaryTables, torch.Tensor]]:
         if not self._table.rotations:

@@ -39,6 +39,28 @@ class ModuleNeeds:
         return cls(max_rank, np.logical_or.reduce(table.host_has_vectors[slots]), int(max_rank.max(initial=0)))
 
 
+@dataclass(frozen=True, slots=True)
+class LoraTier:
+    """What the adapters of a step are at most, for steps that are recorded before any adapter is known."""
+
+    max_adapters: int
+    max_rank: int
+    has_vectors: bool = False
+
+    def serves(self, needed: LoraTier) -> bool:
+        """Whether adapters that need no more than the other tier fit."""
+        return (
+            needed.max_adapters <= self.max_adapters
+            and needed.max_rank <= self.max_rank
+            and (self.has_vectors or not needed.has_vectors)
+        )
+
+    def needs(self, is_linear: npt.NDArray[np.bool_]) -> ModuleNeeds:
+        """At every target module that is a linear; is_linear [target modules]."""
+        ranks = np.where(is_linear, self.max_rank, 0).astype(np.int32)
+        return ModuleNeeds(ranks, is_linear & self.has_vectors, int(ranks.max(initial=0)))
+
+
 class ShrunkRows:
     """Memory for x @ A, as large as the largest step so far."""
 

@@ -19,6 +19,7 @@ from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.adapters.step.lora_step import LoraStep
 from data_plane.errors import AdapterUnavailable
 from data_plane.plan import TargetKind, TargetModule
+from tests.paged_chunks import to_pages, write_chunk
 
 BASE = "b" * 64
 TARGETS = tuple(
@@ -108,11 +109,12 @@ def pack(
     edit: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
     vectors: str = "",
     edit_vector: Callable[[torch.Tensor], object] | None = None,
+    version: int = 2,
 ) -> Packed:
     """An adapter of one rank on every target module, or of the given ranks by target module name.
 
     `changes` go into the manifest; `edit` may change each A and B in place. vectors: every module has a "bias" or a
-    "magnitude", which `edit_vector` may change.
+    "magnitude", which `edit_vector` may change. version: the format.
     """
     if isinstance(ranks, int):
         ranks = {target.name: ranks for target in targets}
@@ -121,8 +123,10 @@ def pack(
     by_module: dict[str, torch.Tensor] = {}
     chunks: list[bytes] = []
     entries: list[dict[str, object]] = []
+    columns = math.gcd(*(width for name in ranks for width in _page_widths(by_name[name])))
     for layer in sorted({name.split(".")[2] for name in ranks}):
         tensors: dict[str, torch.Tensor] = {}
+        pages: list[torch.Tensor] = []
         modules: list[dict[str, object]] = []
         for name in sorted(name for name in ranks if name.split(".")[2] == layer):
             target, rank = by_name[name], ranks[name]
@@ -132,11 +136,14 @@ def pack(
             if edit is not None:
                 edit(a, b)
             weights[name] = (a, b, scaling)
-            tensors[f"{name}.a"], tensors[f"{name}.b"] = a, b
+            hashes: dict[str, object] = {"parts": ["a", "b", *([vectors] if vectors else [])]}
+            if version == 1:
+                tensors[f"{name}.a"], tensors[f"{name}.b"] = a, b
+                hashes = {"a_sha256": sha256(raw_bytes(a)), "b_sha256": sha256(raw_bytes(b))}
+            pages += to_pages(a, columns) + to_pages(b, columns)
             modules.append(
                 {
-                    "a_sha256": sha256(raw_bytes(a)),
-                    "b_sha256": sha256(raw_bytes(b)),
+                    **hashes,
                     "in_features": target.in_features,
                     "out_features": target.out_features,
                     "name": name,
@@ -149,8 +156,9 @@ def pack(
                 if edit_vector is not None:
                     edit_vector(vector)
                 tensors[f"{name}.{vectors}"] = vector
-                modules[-1][f"{vectors}_sha256"] = sha256(raw_bytes(vector))
-        chunks.append(save(tensors))
+                if version == 1:
+                    modules[-1][f"{vectors}_sha256"] = sha256(raw_bytes(vector))
+        chunks.append(save(tensors) if version == 1 else write_chunk(pages, tensors))
         entries.append(
             {
                 "modules": modules,
@@ -163,12 +171,22 @@ def pack(
         "base_fingerprint": base,
         "chunks": entries,
         "dtype": DTYPE_NAMES[dtype],
-        "format": 1,
+        "format": version,
         "kind": "lora",
+        **({"page_columns": columns} if version > 1 else {}),
         **(changes or {}),
     }
     manifest = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
     return Packed(sha256(manifest), manifest, chunks, weights, by_module, vectors)
+
+
+def _page_widths(target: TargetModule) -> tuple[int, ...]:
+    """The widths that pages are made for: no vocabulary, and no output that is narrow beside its input."""
+    if target.kind is TargetKind.EMBEDDING:
+        return (target.out_features,)
+    if target.kind is TargetKind.HEAD or 16 * target.out_features <= target.in_features:
+        return (target.in_features,)
+    return target.in_features, target.out_features
 
 
 def make_arena(

@@ -77,7 +77,7 @@ def merged(directory: Path, checkpoint: Path, adapter: Path) -> Path:
                 experts, _, expert = before.rpartition(".")
                 weight = _weight(model.get_submodule(experts), int(expert), last)
             else:
-                linear: Any = model.get_submodule(path)
+                linear: Any = model.get_submodule(f"{before}.{last}")
                 weight = linear.weight
             weight.add_(scaling * b @ a)
             if magnitude is not None:

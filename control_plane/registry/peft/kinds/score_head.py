@@ -13,7 +13,7 @@ from typing import Any
 from contract.packed_layout import SCORE_BIAS, SCORE_WEIGHT, ScoreHeadSize
 from control_plane.errors import FieldViolation
 from control_plane.registry.model.served_modules import ModuleKind
-from control_plane.registry.peft.chunk_writer import PackedTensor
+from control_plane.registry.peft.chunks.chunk_writer import PackedTensor
 from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import CHECK_BASE, TensorEntry, shorten
 from control_plane.registry.peft.target_modules import TargetModules

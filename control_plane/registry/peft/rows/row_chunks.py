@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from contract.packed_layout import RANKS_PER_PAGE
-from control_plane.registry.peft.chunk_writer import ComputedTensor
+from control_plane.registry.peft.chunks.chunk_writer import ComputedTensor
+from control_plane.registry.peft.chunks.tensor_codec import Float32Array, decode
 from control_plane.registry.peft.rows.row_sets import SLICE_VALUES, Int32Array, RowSet, read_rows, runs, served_values
 from control_plane.registry.peft.safetensors_header import ITEMSIZE, TensorEntry
-from control_plane.registry.peft.tensor_codec import Float32Array, decode
 
 _CHUNK_VALUES = 32 << 20  # of the rows in one chunk
 
@@ -59,11 +59,10 @@ class RowChunk:
             )
         return tensors
 
-    def described(self, hashes: Sequence[str]) -> dict[str, Any]:
-        """The manifest's words; hashes are those of `tensors`."""
-        keys = ("ids_sha256", "rows_sha256", "bias_sha256")
+    def described(self) -> dict[str, Any]:
+        """The manifest's words."""
         own = {"name": self.row_set.name, "num_rows": len(self.ids), "width": self.row_set.width}
-        return {**own, **dict(zip(keys, hashes, strict=False))}
+        return {**own, **({"has_bias": True} if self.row_set.has_bias else {})}
 
 
 def row_chunks(row_sets: Sequence[RowSet]) -> list[RowChunk]:

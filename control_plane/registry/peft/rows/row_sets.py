@@ -15,12 +15,12 @@ import numpy.typing as npt
 from contract.packed_layout import RowsSize
 from control_plane.registry.model.embedding_modules import CheckpointTensor, EmbeddingModule
 from control_plane.registry.model.served_modules import ModuleKind
+from control_plane.registry.peft.chunks.tensor_codec import Float32Array, decode, encode
 from control_plane.registry.peft.module_plans import ModulePlan
 from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.rows.row_tensors import ModuleTensors, RowTensors, embedding_or_head
 from control_plane.registry.peft.safetensors_header import FIELD, ITEMSIZE, TensorEntry, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules
-from control_plane.registry.peft.tensor_codec import Float32Array, decode, encode
 
 Int32Array = npt.NDArray[np.int32]
 SLICE_VALUES = 1 << 20  # compared or converted at a time

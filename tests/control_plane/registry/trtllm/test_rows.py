@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from motet.lora_module_ids import MODULES
 
 from control_plane.errors import InvalidAdapter
 from control_plane.registry.adapter_files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY
 from control_plane.registry.model.served_modules import ModuleKind, ServedModule
 from tests.control_plane.registry.rig import CONFIG, HIDDEN, pack, safetensors_bytes, tensors, write_adapter
+from tests.paged_chunks import read_arrays
 
 GOOD = [[1, 0, 4], [3, 0, 4], [1, 1, 4], [3, 1, 4]]
 WIDTH = 4 * (HIDDEN + HIDDEN)
@@ -93,7 +93,12 @@ def test_dora_scales_are_packed_as_they_are(tmp_path: Path) -> None:
     rows[0, WIDTH:] = np.arange(HIDDEN) + 1
     info, _ = pack(write(tmp_path, [[*row, int(index == 0)] for index, row in enumerate(GOOD)], rows))
     modules = [module for chunk in json.loads(info.manifest)["chunks"] for module in chunk["modules"]]
-    assert info.kind == "dora" and ["dora_scale_sha256" in module for module in modules] == [True, False, False, False]
+    assert info.kind == "dora" and ["dora_scale" in module["parts"] for module in modules] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 BAD_ROWS: list[tuple[list[int], str]] = [
@@ -166,8 +171,8 @@ def test_rows_of_experts_hold_all_experts_of_a_layer(tmp_path: Path) -> None:
             name = f"model.layers.0.mlp.experts.{expert}.{part}"
             expected[name + ".a"], expected[name + ".b"] = a[expert], b[expert].T
     files = write(tmp_path, [[13, 0, rank], [14, 0, rank], [15, 0, rank]], np.stack(rows))
-    _, [chunk] = pack(files, reported=reported)
-    packed = safetensors.numpy.load(chunk)
+    info, chunks = pack(files, reported=reported)
+    packed = read_arrays(info.manifest, chunks)
     assert packed.keys() == expected.keys()
     assert all(np.array_equal(packed[name], values) for name, values in expected.items())
 

@@ -59,7 +59,7 @@ def test_table_on_the_device_equals_the_packed_matrices() -> None:
         torch.testing.assert_close(y, expected_delta(target.name, x, slots, adapters), rtol=1e-4, atol=1e-3)
 
 
-def test_table_keeps_its_addresses_and_compacts_when_full() -> None:
+def test_table_keeps_its_addresses() -> None:
     small, large, again = pack(8), pack(16, seed=1), pack(8, seed=2)
     arena = make_arena(arena_bytes=2 * small.arena_bytes + large.arena_bytes)
     target = TARGETS[0].name
@@ -78,6 +78,43 @@ def test_table_keeps_its_addresses_and_compacts_when_full() -> None:
     x, y = torch.randn(3, 32), torch.zeros(3, 48)
     reference.add_lora(y, x, arena.paged_module(target), token_slots)
     torch.testing.assert_close(y, expected_delta(target, x, slots, adapters), rtol=1e-4, atol=1e-3)
+
+
+def test_adapters_that_come_and_go_never_rewrite_the_others() -> None:
+    """A nearly full arena, adapters of three sizes: each load writes its own entries alone."""
+    sizes = [pack(rank, seed=rank) for rank in (8, 16, 32)]
+    arena = make_arena(arena_bytes=4 * max(size.arena_bytes for size in sizes))
+    generator = np.random.default_rng(3)
+    resident: list[int] = []
+    generations: dict[int, int] = {}
+    for generation in range(1, 120):
+        if len(resident) == 4:
+            slot = resident.pop(int(generator.integers(4)))
+            arena.evict(slot, generations[slot])
+        else:
+            slot = len(resident)
+        load(arena, slot, generation, sizes[int(generator.integers(3))])
+        generations[slot] = generation
+        resident.append(slot)
+    arena.paged_module(TARGETS[0].name)
+    assert arena.table.num_compactions == 0
+
+
+def test_a_list_of_pages_without_a_gap_is_compacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_plane.adapters.arena.slots.ROOM", 1)
+    small, large, again = pack(8), pack(16, seed=1), pack(8, seed=2)
+    arena = make_arena(arena_bytes=small.arena_bytes + large.arena_bytes)
+    load(arena, 0, 1, again)
+    load(arena, 1, 1, small)
+    arena.paged_module(TARGETS[0].name)
+    arena.evict(0, 1)
+    load(arena, 2, 1, large)
+    target = TARGETS[0].name
+    arena.paged_module(target)
+    assert arena.table.num_compactions == 1
+    x, y = torch.randn(2, 32), torch.zeros(2, 48)
+    reference.add_lora(y, x, arena.paged_module(target), torch.tensor([1, 2], dtype=torch.int32))
+    torch.testing.assert_close(y, expected_delta(target, x, [1, 2], {1: small, 2: large}), rtol=1e-4, atol=1e-3)
 
 
 def test_base_only_step_is_none() -> None:

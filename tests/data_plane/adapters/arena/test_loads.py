@@ -89,12 +89,17 @@ def test_chunks_whose_tensors_are_not_the_manifests_are_corrupt() -> None:
         def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
             return self.adapters[digest].manifest, iter(self.adapters[digest].chunks)
 
-    packed, other = pack(8), pack(9)
     arena = make_arena()
-    for chunks, reason in ((packed.chunks[::-1], "missing or too many"), (other.chunks, r"want torch\.float32 \(8, ")):
-        source = Unverified({packed.digest: replace(packed, chunks=chunks)})
-        with pytest.raises(AdapterCorrupt, match=reason):
-            arena.load(0, 1, packed.digest, source)
+    for version, reason in (
+        (1, r"want torch\.float32 \(8, "),
+        (2, r"pages is .*\[44, 8, 16\].*, want .*\[22, 8, 16\]"),
+    ):
+        packed = pack(8, version=version)
+        swapped = packed.chunks[::-1] if version == 1 else pack(8, vectors="bias").chunks
+        for chunks, why in ((swapped, "missing or too many"), (pack(9, version=version).chunks, reason)):
+            source = Unverified({packed.digest: replace(packed, chunks=chunks)})
+            with pytest.raises(AdapterCorrupt, match=why):
+                arena.load(0, 1, packed.digest, source)
     assert_nothing_left(arena)
 
 
@@ -169,7 +174,8 @@ def test_weight_that_is_not_finite_is_refused(value: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "format is 2"),
+        ({"format": 3}, "format is 3"),
+        ({"format": True}, "format is True"),
         ({"kind": "loha"}, "kind is 'loha'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"extra": 1}, "'extra'"),

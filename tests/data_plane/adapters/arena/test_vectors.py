@@ -164,7 +164,7 @@ def test_wrong_vectors_are_refused() -> None:
     other = pack({TARGETS[0].name: 2}, vectors="magnitude")
     with pytest.raises(AdapterCorrupt, match=r"hashes to|has \d+ bytes|are missing or too many"):
         load(arena, 0, 1, Packed(good.digest, good.manifest, other.chunks, {}))
-    both = good.manifest.replace(b'"in_features"', b'"magnitude_sha256":"' + b"0" * 64 + b'","in_features"')
+    both = good.manifest.replace(b'"parts":["a","b","bias"]', b'"parts":["a","b","bias","magnitude"]')
     with pytest.raises(AdapterCorrupt, match="no kind of adapter has those"):
         load(arena, 0, 1, Packed(hashlib.sha256(both).hexdigest(), both, good.chunks, {}))
     assert_nothing_left(arena)

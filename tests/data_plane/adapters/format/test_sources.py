@@ -118,7 +118,7 @@ def redis_server() -> str | None:
 
 def read(source: HostCacheSource | ControlPlaneSource | FallbackSource, digest: str) -> tuple[bytes, list[bytes]]:
     manifest, chunks = source.open(digest)
-    return manifest, list(chunks)
+    return manifest, [bytes(chunk) for chunk in chunks]
 
 
 def test_real_redis_gives_the_bytes_back(real_redis: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save_file
 
 from contract.expert_names import of_all, of_expert
@@ -18,6 +17,7 @@ from control_plane.registry.model.served_modules import ModuleKind, Modules, Ser
 from control_plane.registry.peft.fields.activation import FIELD
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
 from tests.control_plane.registry.rig import base_model, pack
+from tests.paged_chunks import read_arrays
 
 HIDDEN, WIDTH, EXPERTS, RANK = 16, 8, 4, 2
 EXPERTS_PATH = "model.layers.0.mlp.experts"
@@ -67,7 +67,7 @@ def register(
     save_file(tensors, directory / WEIGHTS_FILE)
     files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
     info, chunks = pack(files, dataclasses.replace(base_model(), linear_shapes={}), reported=reported)
-    return info, {name: values for chunk in chunks for name, values in load_safetensors(chunk).items()}
+    return info, read_arrays(info.manifest, chunks)
 
 
 def problems(directory: Path, tensors: Tensors, reported: Modules | None = None, **fields: Any) -> dict[str, str]:

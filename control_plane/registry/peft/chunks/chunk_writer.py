@@ -1,7 +1,7 @@
 """Writes one chunk of the packed layout to a file, tensor by tensor, with a few MiB of values in memory.
 
-Called by ingest.py. A large transposed tensor is written in blocks, each to many places of the file; then everything
-is read once more, in order, for the hashes: by a second thread, while the next chunk is written.
+Called by ingest.py. A large tensor is written in blocks, each to several places of the file; then everything is read
+once more, in order, for the hashes: by a second thread, while the next chunk is written.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
-
-import numpy as np
+from typing import Any, BinaryIO
 
 from contract.packed_layout import ITEMSIZE
 from control_plane.errors import FieldViolation, InvalidAdapter
-from control_plane.registry.peft.safetensors_header import FIELD, TensorEntry, refuse, shorten
-from control_plane.registry.peft.safetensors_header import ITEMSIZE as SOURCE_ITEMSIZE
-from control_plane.registry.peft.tensor_codec import Float32Array, decode, encode
+from control_plane.registry.peft.chunks.paged_tensor import PagedTensor
+from control_plane.registry.peft.chunks.tensor_sources import TensorSource, served_block
+from control_plane.registry.peft.safetensors_header import TensorEntry
 
 SLICE_VALUES = 1 << 20  # converted at a time: up to 20 MB with all copies
 HASHED_BYTES = 4 << 20  # read at a time
@@ -51,42 +49,6 @@ class PackedTensor:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
-class TensorSource(Protocol):
-    """Where the values of an adapter's tensors come from."""
-
-    def values(self, entry: TensorEntry, row: int, column: int, count: int, width: int) -> Float32Array:
-        """[count, width]: a block of the tensor that begins at `row` and `column`. Raises InvalidAdapter."""
-        ...
-
-
-class FileSource:
-    """The tensors of an open file, each with its values row by row."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def values(self, entry: TensorEntry, row: int, column: int, count: int, width: int) -> Float32Array:
-        """See TensorSource."""
-        num_columns = entry.shape[1] if len(entry.shape) == 2 else 1
-        itemsize = SOURCE_ITEMSIZE[entry.dtype]
-        raw = read_block(self._file, entry.start, itemsize, num_columns, row, column, count, width)
-        return decode(raw, entry.dtype, (count, width))
-
-
-def read_block(
-    file: BinaryIO, start: int, itemsize: int, num_columns: int, row: int, column: int, count: int, width: int
-) -> bytes:
-    """`count` rows of `width` values each, of a tensor that begins at `start`. Raises InvalidAdapter."""
-    num_reads, values_each = (1, count * width) if width == num_columns else (count, width)
-    parts = []
-    for index in range(num_reads):
-        file.seek(start + ((row + index) * num_columns + column) * itemsize)
-        parts.append(file.read(values_each * itemsize))
-        if len(parts[-1]) != values_each * itemsize:
-            raise refuse(FIELD, "became shorter while it was read; send it again")
-    return b"".join(parts)
-
-
 @dataclass(frozen=True, slots=True)
 class ComputedTensor:
     """One tensor of a chunk whose bytes are computed."""
@@ -102,17 +64,19 @@ class ComputedTensor:
         return math.prod(self.shape) * {**ITEMSIZE, "int32": 4}[self.dtype]
 
 
+ChunkTensor = PackedTensor | ComputedTensor | PagedTensor
+
+
 @dataclass(frozen=True, slots=True)
 class WrittenChunk:
     """What the manifest says of a chunk."""
 
     size_bytes: int
     sha256: str
-    tensor_sha256: tuple[str, ...]  # of the tensors, in the order in which they were given
 
 
 def write_chunk(
-    out: BinaryIO, source: TensorSource, tensors: Sequence[PackedTensor | ComputedTensor], check: Callable[[], None]
+    out: BinaryIO, source: TensorSource, tensors: Sequence[ChunkTensor], check: Callable[[], None]
 ) -> WrittenChunk:
     """Write the chunk to `out`, an empty file open for reading and writing.
 
@@ -120,36 +84,36 @@ def write_chunk(
 
     `check` is called every few MiB, and may raise to end the work.
     """
-    head_bytes = _write_values(out, source, tensors, check)
+    _write_values(out, source, tensors, check)
     out.seek(0)
-    return _hash_chunk(out, head_bytes, tensors, check)
+    return _hash_chunk(out, check)
 
 
 def begin_chunk(
     path: Path,
     source: TensorSource,
-    tensors: Sequence[PackedTensor | ComputedTensor],
+    tensors: Sequence[ChunkTensor],
     check: Callable[[], None],
     hashing: Executor,
 ) -> Future[WrittenChunk]:
-    """Write the chunk to a new file. The threads of `hashing` compute its hashes while the caller goes on.
+    """Write the chunk to a new file. The threads of `hashing` compute its hash while the caller goes on.
 
     Raises as `write_chunk`.
     """
     with path.open("xb") as out:
-        head_bytes = _write_values(out, source, tensors, check)
+        _write_values(out, source, tensors, check)
 
     def hash_file() -> WrittenChunk:
         with path.open("rb") as file:
-            return _hash_chunk(file, head_bytes, tensors, check)
+            return _hash_chunk(file, check)
 
     return hashing.submit(hash_file)
 
 
 def _write_values(
-    out: BinaryIO, source: TensorSource, tensors: Sequence[PackedTensor | ComputedTensor], check: Callable[[], None]
-) -> int:
-    """Write all of the chunk; returns the bytes of its header."""
+    out: BinaryIO, source: TensorSource, tensors: Sequence[ChunkTensor], check: Callable[[], None]
+) -> None:
+    """Write all of the chunk."""
     head = _header(tensors)
     out.write(head)
     position = len(head)
@@ -161,6 +125,8 @@ def _write_values(
                 for block in tensor.blocks():
                     check()
                     out.write(block)
+            elif isinstance(tensor, PagedTensor):
+                tensor.write(out, source, SLICE_VALUES, check)
             else:
                 _write_tensor(out, source, tensor, check)
         except InvalidAdapter as error:
@@ -169,18 +135,17 @@ def _write_values(
     if violations:
         raise InvalidAdapter(*violations)
     out.truncate(position)  # a tensor's last values may be zeros that were not written
-    return len(head)
 
 
-def _hash_chunk(
-    file: BinaryIO, head_bytes: int, tensors: Sequence[PackedTensor | ComputedTensor], check: Callable[[], None]
-) -> WrittenChunk:
-    whole = hashlib.sha256(file.read(head_bytes))
-    hashes = tuple(_hash_tensor(file, tensor.size_bytes, whole, check) for tensor in tensors)
-    return WrittenChunk(file.tell(), whole.hexdigest(), hashes)
+def _hash_chunk(file: BinaryIO, check: Callable[[], None]) -> WrittenChunk:
+    digest = hashlib.sha256()
+    while data := file.read(HASHED_BYTES):
+        check()
+        digest.update(data)
+    return WrittenChunk(file.tell(), digest.hexdigest())
 
 
-def _header(tensors: Sequence[PackedTensor | ComputedTensor]) -> bytes:
+def _header(tensors: Sequence[ChunkTensor]) -> bytes:
     entries: dict[str, Any] = {}
     position = 0
     for tensor in tensors:
@@ -211,7 +176,8 @@ def _write_tensor(out: BinaryIO, source: TensorSource, tensor: PackedTensor, che
         for column in range(0, used_columns, columns_at_once):
             check()
             count, width = min(rows_at_once, used_rows - row), min(columns_at_once, used_columns - column)
-            values = _convert(source.values(entry, row, column, count, width), tensor)
+            block = served_block(source, entry, (row, column), (count, width), tensor.dtype)
+            values = (block.T if tensor.is_transposed else block).tobytes()
             if not tensor.is_transposed:  # of whole rows, or of a part of one
                 out.seek(start + (row * out_columns + column) * itemsize)
                 out.write(values)
@@ -235,25 +201,3 @@ def _block_shape(num_rows: int, num_columns: int, *, is_transposed: bool) -> tup
         rows = max(rows, math.isqrt(SLICE_VALUES))
     rows = min(rows, num_rows)
     return rows, min(num_columns, max(1, SLICE_VALUES // rows))
-
-
-def _convert(values: Float32Array, tensor: PackedTensor) -> bytes:
-    """A block as it is stored in the chunk. Raises InvalidAdapter for values that cannot be served."""
-    entry = tensor.entry
-    if not np.isfinite(values).all():
-        raise refuse(shorten(entry.name), "holds NaN or infinite values; the training diverged")
-    converted = encode(np.ascontiguousarray(values.T) if tensor.is_transposed else values, tensor.dtype)
-    if converted is None:
-        raise refuse(shorten(entry.name), f"holds a value too large for {tensor.dtype}, the base model's type")
-    return converted
-
-
-def _hash_tensor(file: BinaryIO, size_bytes: int, whole: Any, check: Callable[[], None]) -> str:
-    """The hash of the next so many bytes, which `whole` takes in too."""
-    own = hashlib.sha256()
-    for begin in range(0, size_bytes, HASHED_BYTES):
-        check()
-        data = file.read(min(HASHED_BYTES, size_bytes - begin))
-        own.update(data)
-        whole.update(data)
-    return own.hexdigest()
