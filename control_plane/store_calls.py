@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from control_plane.daemon_threads import DaemonThreads
 from control_plane.errors import StoreUnavailable
+from control_plane.observers.timings import NO_TIMINGS, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,17 @@ HANG: contextvars.ContextVar[asyncio.Event | None] = contextvars.ContextVar("sto
 class StoreCalls:
     """The way to a storage from the event loop."""
 
-    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, what: str = "the artifact store") -> None:
-        """`what` names the storage in messages."""
+    def __init__(
+        self,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        what: str = "the artifact store",
+        timings: Timings = NO_TIMINGS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`what` names the storage in messages. `timings` learns of each call that was waited for."""
+        self._timings = timings
+        self._clock = clock
         self.timeout_s = timeout_s  # longest time for a call; writes of large files have more. May be changed
         self._what = what
         self._threads = DaemonThreads(_NUM_THREADS, name="motet-store")
@@ -45,12 +56,14 @@ class StoreCalls:
 
     async def read(self, call: Callable[..., _T], *arguments: Any, extra_s: float = 0.0) -> _T:
         """Make a call that only reads. Raises StoreUnavailable after the time limit; the call itself goes on."""
+        begun_s = self._clock()
         task, limit_s = self._start(call, arguments), self.timeout_s + extra_s
         try:
             await asyncio.wait([task], timeout=limit_s)
         except asyncio.CancelledError:
             task.cancel()
             raise
+        self._timings.store_call("read", self._clock() - begun_s)
         if not task.done():
             self._count_hung(task, call)
             raise self._unavailable(limit_s)
@@ -61,13 +74,17 @@ class StoreCalls:
 
         Once its time is over, HANG is set for who waits for the change.
         """
+        begun_s = self._clock()
         task = self._start(call, arguments)
         await asyncio.wait([task], timeout=self.timeout_s + size_bytes / BYTES_PER_S)
         if not task.done():
             self._count_hung(task, call)
             if (hang := HANG.get()) is not None:
                 hang.set()
-        return await task
+        try:
+            return await task
+        finally:
+            self._timings.store_call("change", self._clock() - begun_s)
 
     def close(self) -> None:
         """Let the threads end; a hung one does not keep the process."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from control_plane.registry.records import (
 )
 from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.artifact_store import ArtifactStore, StoredNames
+from control_plane.registry.store.read_ahead import ReadAhead
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
@@ -51,11 +53,15 @@ class Recovered:
     blobs: frozenset[str]  # complete ones
 
 
-async def recover(store: ArtifactStore, calls: StoreCalls, known: KnownDocuments | None = None) -> Recovered:
+async def recover(
+    store: ArtifactStore, calls: StoreCalls, known: KnownDocuments | None = None, *, min_ahead: int = _MANY
+) -> Recovered:
     """Read all records; finish deletions, remove half-written and unreferenced blobs, set broken records apart.
 
     `known`: what an earlier start read; it is not read again where the store has it in the same state. Of no use where
     other processes can write, and where a look at a document takes as long as reading it.
+
+    `min_ahead`: of so many records on, those in a directory are read by a second process, if there is a core for it.
 
     Blobs that no readable record names stay while any record is unreadable: it may be theirs. So do, in a store that
     others could reach, those that another process may be writing.
@@ -67,7 +73,11 @@ async def recover(store: ArtifactStore, calls: StoreCalls, known: KnownDocuments
         if known is None or not store.is_sole:
             known = KnownDocuments(None, "")
         await asyncio.to_thread(known.load)
-        recovered = await _recover(store, calls, known)
+        ahead = ReadAhead(store)
+        try:
+            recovered = await _recover(store, calls, known, ahead, min_ahead)
+        finally:
+            ahead.close()
         known.finish()
         if len(recovered.records) >= _MANY:  # nor do they look at these records later on: each look would take 0.2 s
             gc.freeze()
@@ -77,19 +87,27 @@ async def recover(store: ArtifactStore, calls: StoreCalls, known: KnownDocuments
             gc.enable()
 
 
-async def _recover(store: ArtifactStore, calls: StoreCalls, known: KnownDocuments) -> Recovered:
+async def _recover(
+    store: ArtifactStore, calls: StoreCalls, known: KnownDocuments, ahead: ReadAhead, min_ahead: int
+) -> Recovered:
     names = await calls.read(store.list_names)
+    if store.directory is not None and len(names.records) >= min_ahead and (os.cpu_count() or 1) > 1:
+        ahead.begin(store.directory)
     for adapter_id in names.deleting:
         logger.info("finishing deletion adapter_id=%s", adapter_id)
         await calls.change(store.delete_versions, adapter_id)
-    stored = await _each(calls, partial(_read_record, store, known), names.records)
+    if ahead.is_ahead:
+        await calls.read(
+            ahead.expect_records, [(adapter_id, known.record_tag(adapter_id)) for adapter_id in names.records]
+        )
+    stored = await _each(calls, partial(_read_record, ahead, known), names.records, is_near=ahead.is_ahead)
     for adapter_id, found in stored.items():
         if isinstance(found, StoredRecord) and found.record.state is AdapterState.DELETING:
             await calls.change(partial(store.delete_record, adapter_id, expected=_is_old))
-    records, is_all_read = await _whole_records(store, calls, known, stored)
+    records, is_all_read = await _whole_records(store, calls, known, stored, ahead, names.blobs)
     for adapter_id in sorted(set(names.versions) - set(names.records) - set(names.deleting)):
         await calls.change(store.delete_versions, adapter_id)
-    blobs = await _blobs_in_order(store, calls, names, records, is_all_read=is_all_read)
+    blobs = await _blobs_in_order(store, calls, names, records, ahead, is_all_read=is_all_read)
     await calls.change(store.format.mark)
     return Recovered(records, blobs)
 
@@ -111,11 +129,11 @@ def unreadable(adapter_id: str, reason: str) -> AdapterRecord:
     )
 
 
-def _read_record(store: ArtifactStore, known: KnownDocuments, adapter_id: str) -> StoredRecord | str:
+def _read_record(ahead: ReadAhead, known: KnownDocuments, adapter_id: str) -> StoredRecord | str:
     """The record, or why it cannot be read."""
     try:
         known_tag = known.record_tag(adapter_id)
-        document, tag = store.read_record(adapter_id, known_tag)
+        document, tag = ahead.read_record(adapter_id, known_tag)
         if tag == known_tag:
             return known.record(adapter_id)
         stored = decode_record(document)
@@ -133,7 +151,12 @@ def _read_record(store: ArtifactStore, known: KnownDocuments, adapter_id: str) -
 
 
 async def _whole_records(
-    store: ArtifactStore, calls: StoreCalls, known: KnownDocuments, stored: Mapping[str, StoredRecord | str]
+    store: ArtifactStore,
+    calls: StoreCalls,
+    known: KnownDocuments,
+    stored: Mapping[str, StoredRecord | str],
+    ahead: ReadAhead,
+    blobs: Sequence[str],
 ) -> tuple[list[AdapterRecord], bool]:
     """The records with their versions, and whether all of them could be read.
 
@@ -145,7 +168,9 @@ async def _whole_records(
         if isinstance(found, StoredRecord) and not found.is_old
         for digest in found.digests
     ]
-    documents = await _each(calls, partial(_read_version, store, known), wanted)
+    if ahead.is_ahead:
+        await calls.read(ahead.expect_versions, [(name, known.version_tag(name)) for name in wanted], blobs)
+    documents = await _each(calls, partial(_read_version, ahead, known), wanted, is_near=ahead.is_ahead)
     records, is_all_read = [], True
     for adapter_id, found in stored.items():
         if isinstance(found, str):
@@ -172,11 +197,11 @@ async def _whole_records(
     return records, is_all_read
 
 
-def _read_version(store: ArtifactStore, known: KnownDocuments, name: tuple[str, str]) -> AdapterVersion | str:
+def _read_version(ahead: ReadAhead, known: KnownDocuments, name: tuple[str, str]) -> AdapterVersion | str:
     """The version, or why it cannot be read."""
     try:
         known_tag = known.version_tag(name)
-        document, tag = store.read_version(*name, known_tag)
+        document, tag = ahead.read_version(*name, known_tag)
         if tag == known_tag:
             return known.version(name)
         version = decode_version(document)
@@ -207,10 +232,16 @@ def _is_old(document: bytes | None) -> bool:
 
 
 async def _blobs_in_order(
-    store: ArtifactStore, calls: StoreCalls, names: StoredNames, records: list[AdapterRecord], *, is_all_read: bool
+    store: ArtifactStore,
+    calls: StoreCalls,
+    names: StoredNames,
+    records: list[AdapterRecord],
+    ahead: ReadAhead,
+    *,
+    is_all_read: bool,
 ) -> frozenset[str]:
     named = {version.digest for record in records for version in record.versions}
-    whole = await _each(calls, store.has_blob, names.blobs)
+    whole = await _each(calls, ahead.has_blob, names.blobs, is_near=ahead.is_ahead)
     complete = set()
     for digest, is_complete in whole.items():
         if is_complete and (digest in named or not is_all_read):
@@ -223,19 +254,22 @@ async def _blobs_in_order(
     return frozenset(complete)
 
 
-async def _each(calls: StoreCalls, read: Callable[[_Item], _T], items: Iterable[_Item]) -> dict[_Item, _T]:
+async def _each(
+    calls: StoreCalls, read: Callable[[_Item], _T], items: Iterable[_Item], *, is_near: bool = False
+) -> dict[_Item, _T]:
     """What `read` gives for each item, many at a time, in the order of the items.
 
     A storage that responds at once is read by few threads, many items at a call: more would wait for each other. One
-    that is far away is read by many threads.
+    that is far away is read by many threads. `is_near`: one call at a time, and no look at how far it is.
     """
     all_items = list(items)
     found: dict[_Item, _T] = {}
-    first = await asyncio.gather(*(calls.read(_timed, read, item) for item in all_items[:_FIRST]))
+    num_first = 0 if is_near else _FIRST
+    first = await asyncio.gather(*(calls.read(_timed, read, item) for item in all_items[:num_first]))
     found.update(zip(all_items, (result for result, _ in first), strict=False))
     is_far = min((took_s for _, took_s in first), default=0.0) > _FAR_S
     at_once, size = (_FAR_AT_ONCE, _FAR_SIZE) if is_far else (_NEAR_AT_ONCE, _NEAR_SIZE)
-    batches = iter([all_items[start : start + size] for start in range(_FIRST, len(all_items), size)])
+    batches = iter([all_items[start : start + size] for start in range(num_first, len(all_items), size)])
 
     async def read_on() -> None:
         for batch in batches:

@@ -17,6 +17,7 @@ from control_plane.fleet.tenants import TenantTable
 from control_plane.host_cache.task_cache import TaskCache
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.host_cache_setup import open_host_cache
+from control_plane.observers.timings import Timings
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.packing.ingest_pool import IngestPool
@@ -39,6 +40,7 @@ async def open_storage(
     base_model: BaseModel,
     reports: WorkerReports,
     tenants: TenantTable,
+    timings: Timings,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[Registry, AdapterWeights, TaskCache]:
     """The store with its registry, locked for this server, and the caches in front of it. Uploads are emptied.
@@ -49,7 +51,7 @@ async def open_storage(
         store = ArtifactStore(config.store_url, is_exclusive=config.exclusive_store)
     except StoreUrlError as error:
         raise ConfigError(f"--store: {error}") from error
-    calls = StoreCalls(timeout_s=config.store_timeout_s)
+    calls = StoreCalls(timeout_s=config.store_timeout_s, timings=timings)
     stack.callback(calls.close)
     scratch_dir = config.data_dir / "scratch"
     registry = await Registry.open(
@@ -72,7 +74,7 @@ async def open_storage(
     for directory in (uploads_in(config), scratch_dir):
         shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
         directory.mkdir(mode=PRIVATE)
-    cache = await open_host_cache(config, stack)
+    cache = await open_host_cache(config, timings, stack)
     task_cache = TaskCache(store, budget_bytes=_task_cache_bytes(config))
 
     def is_wanted(digest: str) -> bool:

@@ -26,19 +26,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from contract.ids import is_adapter_id, is_digest
 from control_plane.directory_lock import DirectoryAway
 from control_plane.errors import Exhausted, StoreUnavailable
 from control_plane.registry.store.blob_claims import BlobClaims
+from control_plane.registry.store.directory_store import DirectoryStore
+from control_plane.registry.store.keys import (
+    DELETING_SUFFIX,
+    RECORD_SUFFIX,
+    blob_prefix,
+    chunk_key,
+    deleting_key,
+    manifest_key,
+    record_key,
+    version_key,
+    versions_prefix,
+)
 from control_plane.registry.store.open_store import open_store
 from control_plane.registry.store.store import (
     LEFTOVER_AGE,
+    Document,
     FencedStore,
     StoreConflict,
     StoreLocked,
     delete_below,
+    read_document,
     replace,
 )
 from control_plane.registry.store.store_format import StoreFormat
@@ -48,10 +61,7 @@ logger = logging.getLogger(__name__)
 
 # A store whose last control plane was killed is locked only once that one's lease ended.
 MAX_LOCK_WAIT_S = 2 * LEASE_S
-_MANIFEST = "manifest.json"
 _INCARNATION = "incarnation.json"
-_RECORD_SUFFIX = ".json"
-_DELETING_SUFFIX = ".deleting"  # of records that an earlier version of Motet was deleting
 _TEMP_SUFFIX = ".tmp"  # of files that an earlier version was writing
 _HASHED_BYTES = 4 << 20  # of a stored chunk, in memory at a time
 
@@ -64,10 +74,6 @@ class StoredNames:
     deleting: tuple[str, ...]  # adapter ids
     versions: tuple[str, ...]  # adapter ids that have a directory of versions
     blobs: tuple[str, ...]  # digests; not all of them need be whole
-
-
-# Content and tag of a document. The content is empty where the caller knows it: the present tag is its `known_tag`.
-Document: TypeAlias = tuple[bytes, str]
 
 
 class DocumentChanged(Exception):
@@ -84,6 +90,8 @@ class ArtifactStore:
         self._store = open_store(place, is_exclusive=is_exclusive) if isinstance(place, str) else place
         self.place = place if isinstance(place, str) else ""  # a path or a URL
         self.is_sole = self._store.fence.is_sole  # no other process can write while this one has the store open
+        root = self._store.root if isinstance(self._store, DirectoryStore) else None
+        self.directory = root if self.is_sole else None  # where it is one of this machine that is ours alone
         self._clock = clock  # wall clock, seconds
         self._claims = BlobClaims(self._store, clock)
         self.format = StoreFormat(self._store)
@@ -111,12 +119,12 @@ class ArtifactStore:
         """What there is. With `cleans`, leftovers of writes that an earlier version broke off are removed."""
         records, deleting = [], []
         with _reading("list"):
-            for name in self._store.names("adapters"):
+            for name in [entry.name for entry in self._store.list("adapters", names_only=True)]:
                 stem, dot, suffix = name.rpartition(".")
                 is_id = is_adapter_id(stem)
-                if is_id and dot + suffix == _RECORD_SUFFIX:
+                if is_id and dot + suffix == RECORD_SUFFIX:
                     records.append(stem)
-                elif is_id and dot + suffix == _DELETING_SUFFIX:
+                elif is_id and dot + suffix == DELETING_SUFFIX:
                     deleting.append(stem)
                 elif name.endswith(_TEMP_SUFFIX):
                     if cleans:
@@ -126,7 +134,7 @@ class ArtifactStore:
             # A rename that broke off in a remote store left both: the deletion had not begun.
             for adapter_id in set(records) & set(deleting):
                 if cleans:
-                    self._store.delete(_deleting(adapter_id))
+                    self._store.delete(deleting_key(adapter_id))
                 deleting.remove(adapter_id)
             return StoredNames(
                 tuple(records),
@@ -164,7 +172,7 @@ class ArtifactStore:
 
     def _known(self, directory: str, is_known: Callable[[str], bool]) -> tuple[str, ...]:
         known = []
-        for name in self._store.names(directory):
+        for name in [entry.name for entry in self._store.list(directory, names_only=True)]:
             if is_known(name):
                 known.append(name)
             else:
@@ -176,7 +184,7 @@ class ArtifactStore:
     def has_blob(self, digest: str) -> bool:
         """Whether the blob is complete, and nobody is deleting it."""
         with _reading("read"):
-            return self._store.head(f"{_blob(digest)}/{_MANIFEST}") is not None
+            return self._store.head(manifest_key(digest)) is not None
 
     def claim_blob(self, digest: str) -> None:
         """Keep other servers from deleting this blob: call it before a chunk is written or taken as present.
@@ -185,26 +193,26 @@ class ArtifactStore:
         while another server deletes the blob.
         """
         with _changing("write"):
-            self._claims.claim(_blob(digest))
+            self._claims.claim(blob_prefix(digest))
 
     def renew_claim(self, digest: str) -> bool:
         """Claim the blob again if the claim is old. False: another server deleted the blob meanwhile."""
         with _changing("write"):
-            if self._claims.is_valid(_blob(digest)):
+            if self._claims.is_valid(blob_prefix(digest)):
                 return True
-            self._claims.claim(_blob(digest))
+            self._claims.claim(blob_prefix(digest))
         return self.has_blob(digest)
 
     def put_chunk(self, digest: str, index: int, source: Path) -> None:
         """Store a chunk of a blob that is not complete, or the same bytes again of one that is damaged."""
         with _changing("write"):
-            replace(self._store, _chunk(digest, index), source)
+            replace(self._store, chunk_key(digest, index), source)
 
     def put_manifest(self, digest: str, manifest: bytes) -> None:
         """Complete a blob, whose chunks are all there."""
         assert hashlib.sha256(manifest).hexdigest() == digest, "a digest is the hash of its manifest"
         with _changing("write"):
-            replace(self._store, f"{_blob(digest)}/{_MANIFEST}", manifest)
+            replace(self._store, manifest_key(digest), manifest)
 
     def is_whole_chunk(self, digest: str, index: int, size_bytes: int, sha256: str) -> bool:
         """Whether the stored chunk begins with so many bytes of this hash. Reads them a few MiB at a time."""
@@ -213,7 +221,7 @@ class ArtifactStore:
             while position < size_bytes:
                 count = min(_HASHED_BYTES, size_bytes - position)
                 try:
-                    data, _ = self._store.get(_chunk(digest, index), position, count)
+                    data, _ = self._store.get(chunk_key(digest, index), position, count)
                 except FileNotFoundError:
                     return False
                 if len(data) != count:
@@ -225,30 +233,30 @@ class ArtifactStore:
     def read_manifest(self, digest: str) -> bytes:
         """The canonical manifest. Raises FileNotFoundError for an unknown digest."""
         with _reading("read"):
-            return self._store.get(f"{_blob(digest)}/{_MANIFEST}")[0]
+            return self._store.get(manifest_key(digest))[0]
 
     def read_range(self, digest: str, index: int, start: int, size_bytes: int) -> bytes:
         """That part of a chunk, shorter where the chunk ends. Raises FileNotFoundError if the chunk is not there."""
         with _reading("read"):
-            return self._store.get(_chunk(digest, index), start, size_bytes)[0]
+            return self._store.get(chunk_key(digest, index), start, size_bytes)[0]
 
     def delete_blob(self, digest: str) -> bool:
         """Remove a blob, its completeness first. A missing one is fine. False: another server may use it, it stays."""
         with _changing("delete"):
-            if not self._claims.seal(_blob(digest)):
+            if not self._claims.seal(blob_prefix(digest)):
                 return False
-            self._store.delete(f"{_blob(digest)}/{_MANIFEST}")
-            for entry in self._store.list(_blob(digest)):
+            self._store.delete(manifest_key(digest))
+            for entry in self._store.list(blob_prefix(digest)):
                 if not self._claims.is_claims(entry.name):
-                    self._store.delete(f"{_blob(digest)}/{entry.name}")
-            self._claims.remove(_blob(digest))
-            self._store.delete(_blob(digest))
+                    self._store.delete(f"{blob_prefix(digest)}/{entry.name}")
+            self._claims.remove(blob_prefix(digest))
+            self._store.delete(blob_prefix(digest))
             return True
 
     def may_be_written(self, digest: str) -> bool:
         """Whether another process may still be writing this blob."""
         with _reading("list"):
-            return self._may_be_written(_blob(digest))
+            return self._may_be_written(blob_prefix(digest))
 
     def _may_be_written(self, prefix: str) -> bool:
         """Whether anything below changed lately, by the storage's clock against ours."""
@@ -261,27 +269,23 @@ class ArtifactStore:
 
     def read_record(self, adapter_id: str, known_tag: str = "") -> Document:
         """The record of a name. Raises FileNotFoundError. See `Document`."""
-        return self._read(_record(adapter_id), known_tag)
+        return self._read(record_key(adapter_id), known_tag)
 
     def write_record(self, adapter_id: str, document: bytes, *, expected: Expected) -> None:
         """Write the record of a name if the present one is as expected. Raises DocumentChanged."""
-        self._write(_record(adapter_id), document, expected)
+        self._write(record_key(adapter_id), document, expected)
 
     def delete_record(self, adapter_id: str, *, expected: Expected) -> None:
         """Remove the record of a name: from here on the name does not exist. Raises DocumentChanged. Needs no space."""
-        self._delete(_record(adapter_id), expected)
+        self._delete(record_key(adapter_id), expected)
 
     def read_version(self, adapter_id: str, digest: str, known_tag: str = "") -> Document:
         """The document of one version. Raises FileNotFoundError. See `Document`."""
-        return self._read(_version(adapter_id, digest), known_tag)
+        return self._read(version_key(adapter_id, digest), known_tag)
 
     def _read(self, key: str, known_tag: str) -> Document:
         try:  # without `_reading`: a start makes hundreds of thousands of these calls
-            if known_tag:
-                entry = self._store.head(key)
-                if entry is not None and entry.tag == known_tag:
-                    return b"", known_tag
-            return self._store.get(key)
+            return read_document(self._store, key, known_tag)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -293,21 +297,21 @@ class ArtifactStore:
         What is there is of no record, or is the same.
         """
         with _changing("write"):
-            replace(self._store, _version(adapter_id, digest), document)
+            replace(self._store, version_key(adapter_id, digest), document)
 
     def delete_version(self, adapter_id: str, digest: str, *, expected: Expected) -> None:
         """Remove the document of one version: from here on the version does not exist. Raises DocumentChanged.
 
         Needs no space.
         """
-        self._delete(_version(adapter_id, digest), expected)
+        self._delete(version_key(adapter_id, digest), expected)
 
     def delete_versions(self, adapter_id: str) -> None:
         """Remove the documents of all versions of a name that has no record, unless somebody may be writing them."""
         with _changing("delete"):
-            if not self._may_be_written(_versions(adapter_id)):
-                delete_below(self._store, _versions(adapter_id))
-            self._store.delete(_deleting(adapter_id))
+            if not self._may_be_written(versions_prefix(adapter_id)):
+                delete_below(self._store, versions_prefix(adapter_id))
+            self._store.delete(deleting_key(adapter_id))
 
     def _write(self, key: str, document: bytes, expected: Expected) -> None:
         with _changing("write"):
@@ -338,34 +342,6 @@ class ArtifactStore:
 
 # Whether a document, or None for none, is the one that the caller read.
 Expected = Callable[[bytes | None], bool]
-
-
-def _blob(digest: str) -> str:
-    assert is_digest(digest), "digests are checked before they reach the store"
-    return f"blobs/{digest}"
-
-
-def _chunk(digest: str, index: int) -> str:
-    return f"{_blob(digest)}/{index:05d}.safetensors"
-
-
-def _record(adapter_id: str) -> str:
-    assert is_adapter_id(adapter_id), "ids are checked before they reach the store"
-    return f"adapters/{adapter_id}{_RECORD_SUFFIX}"
-
-
-def _deleting(adapter_id: str) -> str:
-    return _record(adapter_id).removesuffix(_RECORD_SUFFIX) + _DELETING_SUFFIX
-
-
-def _versions(adapter_id: str) -> str:
-    assert is_adapter_id(adapter_id), "ids are checked before they reach the store"
-    return f"versions/{adapter_id}"
-
-
-def _version(adapter_id: str, digest: str) -> str:
-    assert is_digest(digest), "digests are checked before they reach the store"
-    return f"{_versions(adapter_id)}/{digest}.json"
 
 
 class _reading:  # noqa: N801 - used as a function

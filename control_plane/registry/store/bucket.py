@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_CONDITIONAL_BYTES = 64 << 20
 SWEEP_INTERVAL_S = 3600.0
 _SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "azure")
+_PROVIDERS = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}  # in names of environment variables; others are Azure's
 # So that a request that was sent either takes effect soon or never.
 _CLIENT_OPTIONS: Any = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
@@ -62,7 +63,8 @@ def open_bucket(url: str) -> Bucket:
             "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY)"
         )
     # obstore reads this variable only where no other option of its HTTP client is given.
-    options = _CLIENT_OPTIONS | {"allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1")}
+    allows = os.environ.get(f"{_PROVIDERS.get(parts.scheme, 'AZURE')}_ALLOW_HTTP", "")
+    options = _CLIENT_OPTIONS | {"allow_http": allows.lower() in ("true", "1")}
     try:
         return Bucket(from_url(url, client_options=options, retry_config=_RETRIES), what=parts.scheme)
     except (BaseError, ValueError) as error:
@@ -70,7 +72,7 @@ def open_bucket(url: str) -> Bucket:
 
 
 class Bucket:
-    """The seven methods of store.Store, without a fence: what the lease and readers of adapters use."""
+    """The six methods of store.Store, without a fence: what the lease and readers of adapters use."""
 
     def __init__(
         self, remote: Any, prefix: str = "", *, what: str = "bucket", clock: Callable[[], float] = time.time
@@ -112,7 +114,7 @@ class Bucket:
         found = self._head(key)
         return found if found is not None and found.size_bytes else None
 
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str, *, names_only: bool = False) -> list[Entry]:  # noqa: ARG002 - one request has it all
         """See Store."""
         with _as_os_errors():
             found = obstore.list_with_delimiter(self.remote, self._path(prefix))
@@ -120,10 +122,6 @@ class Bucket:
         entries = [Entry(name) for name in names]
         entries += [_entry(dict(item)) for item in found["objects"] if item["size"]]
         return sorted(entries, key=lambda entry: entry.name)
-
-    def names(self, prefix: str) -> Sequence[str]:
-        """See Store."""
-        return [entry.name for entry in self.list(prefix)]
 
     def put_if_absent(self, key: str, content: bytes | Path) -> str:
         """See Store."""

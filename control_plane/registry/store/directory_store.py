@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO
@@ -97,10 +97,12 @@ class DirectoryStore:
             return None
         return _entry(key.rpartition("/")[2], found)
 
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str, *, names_only: bool = False) -> list[Entry]:
         """See Store. Directories have an entry even if they are empty."""
         entries = []
         try:
+            if names_only:
+                return [Entry(name) for name in sorted(os.listdir(f"{self.root_path}/{prefix}"))]  # noqa: PTH208
             with os.scandir(self.root / prefix) as found:
                 for item in found:
                     if item.is_dir(follow_symlinks=False):
@@ -113,14 +115,6 @@ class DirectoryStore:
         except (FileNotFoundError, NotADirectoryError):
             self._fence.check()
         return sorted(entries, key=_NAME_OF)
-
-    def names(self, prefix: str) -> Sequence[str]:
-        """See Store."""
-        try:
-            return sorted(os.listdir(f"{self.root_path}/{prefix}"))  # noqa: PTH208 - as in `get`
-        except (FileNotFoundError, NotADirectoryError):
-            self._fence.check()
-            return []
 
     def put_if_absent(self, key: str, content: bytes | Path) -> str:
         """See Store."""

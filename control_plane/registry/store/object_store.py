@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from control_plane.registry.store.bucket import Bucket
@@ -68,13 +67,9 @@ class ObjectStore:
         """See Store."""
         return self.bucket.head(key)
 
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str, *, names_only: bool = False) -> list[Entry]:
         """See Store."""
-        return self.bucket.list(prefix)
-
-    def names(self, prefix: str) -> Sequence[str]:
-        """See Store."""
-        return self.bucket.names(prefix)
+        return self.bucket.list(prefix, names_only=names_only)
 
     def put_if_absent(self, key: str, content: bytes | Path) -> str:
         """See Store."""

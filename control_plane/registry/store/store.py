@@ -1,4 +1,4 @@
-"""The interface of a storage: seven methods over keys, two of them conditional writes.
+"""The interface of a storage: six methods over keys, two of them conditional writes.
 
 Keys are relative paths, made from digests and checked ids only. Every call blocks; use threads. Content is visible as a
 whole or not at all, and is durable when a write returns. Two servers that write one key cannot overwrite each other
@@ -7,13 +7,16 @@ unseen: a write names the state that it replaces, and of two writes that replace
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 # A control plane that was paused for as long as this may still be writing.
 LEFTOVER_AGE = timedelta(hours=24)
+
+
+# Content and tag of a document. The content is empty where the caller knows it: the present tag is its `known_tag`.
+Document: TypeAlias = tuple[bytes, str]
 
 
 class StoreLocked(OSError):
@@ -54,11 +57,13 @@ class Store(Protocol):
     def head(self, key: str) -> Entry | None:
         """The entry of a key; None if it has no content."""
 
-    def list(self, prefix: str) -> list[Entry]:
-        """What lies directly below a prefix, sorted by name; nothing if there is none."""
+    def list(self, prefix: str, *, names_only: bool = False) -> list[Entry]:
+        """What lies directly below a prefix, sorted by name; nothing if there is none.
 
-    def names(self, prefix: str) -> Sequence[str]:
-        """The names of what `list` gives, sorted. A directory has them without a look at each file."""
+        A tag in a list shows that there is content, and no more: lists of Google have no generations, those of Azure
+        write an ETag in another way. Conditions take the tags that other methods return. With `names_only` the other
+        fields may be those of a prefix: a directory then looks at no file.
+        """
 
     def put_if_absent(self, key: str, content: bytes | Path) -> str:
         """Write a key that has no content, and return its tag. Raises KeyExists, also if content appears meanwhile.
@@ -99,6 +104,15 @@ class FencedStore(Store, Protocol):
     @property
     def fence(self) -> Fence:
         """What keeps other control planes away."""
+
+
+def read_document(store: Store, key: str, known_tag: str) -> Document:
+    """A document, without its content if it is in the state that `known_tag` names (empty: none is known)."""
+    if known_tag:
+        entry = store.head(key)
+        if entry is not None and entry.tag == known_tag:
+            return b"", known_tag
+    return store.get(key)
 
 
 def delete_below(store: Store, prefix: str) -> None:

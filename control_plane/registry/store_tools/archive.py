@@ -209,11 +209,15 @@ class _Reader:
 
     def copy(self, name: str, file: StoredFile, target: IO[bytes]) -> None:
         """Copy the present member. Raises WrongArchive unless it is that file."""
+        if self._size_bytes != file.size_bytes:  # before a byte is copied: a sparse member may claim any size
+            raise WrongArchive(
+                f"{name} has {self._size_bytes} bytes and should have {file.size_bytes}; export it again"
+            )
         found = hashlib.sha256()
         while data := self.content.read(_COPY_BYTES):
             found.update(data)
             target.write(data)
-        if self._size_bytes != file.size_bytes or found.hexdigest() != file.sha256:
+        if found.hexdigest() != file.sha256:
             raise WrongArchive(f"{name} is damaged; export it again")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +20,7 @@ from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.blob_claims import GRACE_S
 from control_plane.registry.store.store import LEFTOVER_AGE, FencedStore
 from tests.control_plane.registry.rig import CALLS, base_model, files
-from tests.control_plane.registry.store.buckets import KINDS, s3_server, unfenced
+from tests.control_plane.registry.store.buckets import KINDS, cloud_urls, unfenced
 
 NAMES = ("a", "b", "c")
 NUM_SEEDS = 6
@@ -28,9 +28,9 @@ REFUSALS = (AdapterNotActive, AdapterNotFound, AdapterVersionActive, EtagMismatc
 
 
 @pytest.fixture(scope="module")
-def s3_url() -> Iterator[str]:
-    with s3_server() as url:
-        yield url
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    with cloud_urls(tmp_path_factory.mktemp("credentials")) as found:
+        yield found
 
 
 @pytest.fixture(params=KINDS)
@@ -51,9 +51,9 @@ async def opened(storage: FencedStore, ticks: Iterator[float]) -> Registry:
 
 
 @asynccontextmanager
-async def two_servers(kind: str, tmp_path: Path, s3_url: str) -> AsyncIterator[tuple[Registry, Registry]]:
+async def two_servers(kind: str, tmp_path: Path, urls: Mapping[str, str]) -> AsyncIterator[tuple[Registry, Registry]]:
     ticks = itertools.count(1e9, 0.25)
-    pair = [await opened(unfenced(kind, tmp_path, s3_url), ticks) for _ in range(2)]
+    pair = [await opened(unfenced(kind, tmp_path, urls), ticks) for _ in range(2)]
     try:
         yield pair[0], pair[1]
     finally:
@@ -66,9 +66,9 @@ def active(registry: Registry, name: str) -> str:
 
 
 async def test_the_second_change_of_a_name_is_refused_and_reads_what_the_first_one_made(
-    kind: str, tmp_path: Path, s3_url: str
+    kind: str, tmp_path: Path, urls: Mapping[str, str]
 ) -> None:
-    async with two_servers(kind, tmp_path, s3_url) as (first, second):
+    async with two_servers(kind, tmp_path, urls) as (first, second):
         await first.register("a", files(tmp_path, 1))
         with pytest.raises(EtagMismatch, match="changed by another server that uses the same artifact store; read it"):
             await second.register("a", files(tmp_path, 2), labels={"by": "second"})
@@ -85,8 +85,8 @@ async def test_the_second_change_of_a_name_is_refused_and_reads_what_the_first_o
             second.get("a")
 
 
-async def test_a_deletion_does_not_take_what_it_did_not_see(kind: str, tmp_path: Path, s3_url: str) -> None:
-    async with two_servers(kind, tmp_path, s3_url) as (first, second):
+async def test_a_deletion_does_not_take_what_it_did_not_see(kind: str, tmp_path: Path, urls: Mapping[str, str]) -> None:
+    async with two_servers(kind, tmp_path, urls) as (first, second):
         await first.register("a", files(tmp_path, 1))
         with pytest.raises(EtagMismatch):
             await second.register("a", files(tmp_path, 2))
@@ -96,13 +96,15 @@ async def test_a_deletion_does_not_take_what_it_did_not_see(kind: str, tmp_path:
         assert active(first, "a") == newer and first.resolve("a")
 
 
-async def test_weights_stay_while_the_other_server_has_a_name_for_them(kind: str, tmp_path: Path, s3_url: str) -> None:
-    async with two_servers(kind, tmp_path, s3_url) as (first, second):
+async def test_weights_stay_while_the_other_server_has_a_name_for_them(
+    kind: str, tmp_path: Path, urls: Mapping[str, str]
+) -> None:
+    async with two_servers(kind, tmp_path, urls) as (first, second):
         digest = (await first.register("a", files(tmp_path, 1))).record.active_digest
         await second.register("b", files(tmp_path, 1))
         await first.begin_delete("a")
         await first.finish_delete("a")
-        store = ArtifactStore(unfenced(kind, tmp_path, s3_url))
+        store = ArtifactStore(unfenced(kind, tmp_path, urls))
         assert store.has_blob(digest)
         await second.begin_delete("b")
         await second.finish_delete("b")
@@ -114,13 +116,13 @@ def killed(prefix: str) -> NoReturn:
 
 
 async def test_weights_that_another_server_deletes_cannot_be_registered_until_it_is_done(
-    kind: str, tmp_path: Path, s3_url: str
+    kind: str, tmp_path: Path, urls: Mapping[str, str]
 ) -> None:
     """And a server that died while it deleted them keeps nobody away for ever."""
     now_s = 1e9
-    storage = unfenced(kind, tmp_path, s3_url)
+    storage = unfenced(kind, tmp_path, urls)
     first = ArtifactStore(storage, clock=lambda: now_s)
-    second = ArtifactStore(unfenced(kind, tmp_path, s3_url), clock=lambda: now_s)
+    second = ArtifactStore(unfenced(kind, tmp_path, urls), clock=lambda: now_s)
     digest, chunk = "a" * 64, files(tmp_path)["adapter_config.json"]
     first.claim_blob(digest)
     first.put_chunk(digest, 0, chunk)
@@ -138,12 +140,12 @@ async def test_weights_that_another_server_deletes_cannot_be_registered_until_it
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_whatever_two_servers_do_what_they_acknowledged_is_there(
-    kind: str, tmp_path: Path, s3_url: str, seed: int
+    kind: str, tmp_path: Path, urls: Mapping[str, str], seed: int
 ) -> None:
     """A random walk of changes, some at once, some after a restart of one of the two, which cleans up."""
     generator = random.Random(seed)
     ticks = itertools.count(1e9, 0.25)
-    servers = [await opened(unfenced(kind, tmp_path, s3_url), ticks) for _ in range(2)]
+    servers = [await opened(unfenced(kind, tmp_path, urls), ticks) for _ in range(2)]
     num_acknowledged = num_refused = 0
 
     async def change(registry: Registry, name: str) -> tuple[str, str]:
@@ -171,7 +173,7 @@ async def test_whatever_two_servers_do_what_they_acknowledged_is_there(
         if generator.random() < 0.1:
             place = generator.randrange(2)
             await servers[place].close()
-            servers[place] = await opened(unfenced(kind, tmp_path, s3_url), ticks)
+            servers[place] = await opened(unfenced(kind, tmp_path, urls), ticks)
         chosen = servers if generator.random() < 0.7 else [generator.choice(servers)]
         results = await asyncio.gather(
             *(change(server, generator.choice(NAMES)) for server in chosen), return_exceptions=True
@@ -181,7 +183,7 @@ async def test_whatever_two_servers_do_what_they_acknowledged_is_there(
             assert not isinstance(result, BaseException) or isinstance(result, REFUSALS), result
         num_acknowledged += len(acknowledged)
         num_refused += len(results) - len(acknowledged)
-        stored = await whole(kind, tmp_path, s3_url, ticks)
+        stored = await whole(kind, tmp_path, urls, ticks)
         if len({name for name, _ in acknowledged}) == len(acknowledged):  # else the last one counts
             assert all(stored[name] == digest for name, digest in acknowledged if digest)
     assert num_acknowledged > 5 and num_refused
@@ -189,10 +191,10 @@ async def test_whatever_two_servers_do_what_they_acknowledged_is_there(
         await registry.close()
 
 
-async def whole(kind: str, tmp_path: Path, s3_url: str, ticks: Iterator[float]) -> dict[str, str]:
+async def whole(kind: str, tmp_path: Path, urls: Mapping[str, str], ticks: Iterator[float]) -> dict[str, str]:
     """The active digest of each name, as a third server finds them: each whole, with every version's weights."""
-    store = ArtifactStore(unfenced(kind, tmp_path, s3_url))
-    third = await opened(unfenced(kind, tmp_path, s3_url), ticks)
+    store = ArtifactStore(unfenced(kind, tmp_path, urls))
+    third = await opened(unfenced(kind, tmp_path, urls), ticks)
     for record in third.list_part()[0]:
         assert record.state is AdapterState.ACTIVE, record.state_reason
         assert all(store.has_blob(version.digest) for version in record.versions)

@@ -1,9 +1,12 @@
-"""An S3 that moto serves on this machine, and storages of every kind for one set of tests."""
+"""An S3 that moto serves on this machine, and storages of every kind for one set of tests.
+
+Google's and Azure's are those of cloud_servers.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,8 +18,9 @@ from control_plane.registry.store.bucket import Bucket, memory_store, open_bucke
 from control_plane.registry.store.directory_store import DirectoryStore
 from control_plane.registry.store.object_store import ObjectStore
 from control_plane.registry.store.store import FencedStore
+from tests.control_plane.registry.store.cloud_servers import azure_server, google_server
 
-KINDS = ("directory", "memory", "s3")
+KINDS = ("directory", "memory", "s3", "gs", "az")
 _numbers = itertools.count()
 
 
@@ -56,16 +60,23 @@ def s3_server() -> Iterator[str]:
         server.stop()
 
 
-def unfenced(kind: str, tmp_path: Path, s3_url: str) -> FencedStore:
+@contextmanager
+def cloud_urls(directory: Path) -> Iterator[Mapping[str, str]]:
+    """URLs of new buckets of every object store, by scheme. `directory` is for files of credentials."""
+    with s3_server() as s3, google_server(directory) as gs, azure_server() as az:
+        yield {"s3": s3, "gs": gs, "az": az}
+
+
+def unfenced(kind: str, tmp_path: Path, urls: Mapping[str, str]) -> FencedStore:
     """One more view of one storage of this kind, beside which others may write."""
     if kind == "directory":
         (tmp_path / "store").mkdir(exist_ok=True)
         return DirectoryStore(tmp_path / "store", fence=NoFence())
-    return ObjectStore(bucket_of(kind, tmp_path, s3_url), fence=NoFence())
+    return ObjectStore(bucket_of(kind, tmp_path, urls), fence=NoFence())
 
 
-def bucket_of(kind: str, tmp_path: Path, s3_url: str) -> Bucket:
+def bucket_of(kind: str, tmp_path: Path, urls: Mapping[str, str]) -> Bucket:
     """The bucket of a test, with a prefix of its own."""
     if kind == "memory":
         return Bucket(memory_store(tmp_path.name), "pre/fix")
-    return open_bucket(f"{s3_url}/{tmp_path.name}")
+    return open_bucket(f"{urls[kind]}/{tmp_path.name}")

@@ -1,8 +1,9 @@
-"""The seven methods, on every kind of storage: a directory, obstore's memory, and S3 as moto serves it."""
+"""The six methods, on every kind of storage: a directory, memory, and object stores on this machine."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def store(kind: str, tmp_path: Path, s3_url: str) -> FencedStore:
-    return unfenced(kind, tmp_path, s3_url)
+def store(kind: str, tmp_path: Path, urls: Mapping[str, str]) -> FencedStore:
+    return unfenced(kind, tmp_path, urls)
 
 
 def test_content_is_read_whole_and_in_parts(store: FencedStore, tmp_path: Path) -> None:
@@ -44,12 +45,18 @@ def test_a_list_has_keys_and_prefixes_directly_below(store: FencedStore) -> None
     for key in ("a/2", "a/1", "a/b/3", "a/b/c/4", "b/5"):
         store.put_if_absent(key, key.encode())
     assert [(entry.name, bool(entry.tag)) for entry in store.list("a")] == [("1", True), ("2", True), ("b", False)]
-    assert list(store.names("a")) == ["1", "2", "b"]
-    assert store.list("nothing") == [] and list(store.names("nothing")) == []
-    assert [entry.tag for entry in store.list("b")] == [store.get("b/5")[1]]
+    assert _names(store, "a") == ["1", "2", "b"]
+    assert store.list("nothing") == [] and _names(store, "nothing") == []
+    assert [entry.size_bytes for entry in store.list("b")] == [3]
+    entry = store.head("b/5")
+    assert entry is not None and entry.tag == store.get("b/5")[1], "unlike that of a list"
     delete_below(store, "a")
     delete_below(store, "a")
-    assert store.list("a") == [] and list(store.names("a")) == [] and store.get("b/5")[0] == b"b/5"
+    assert store.list("a") == [] and _names(store, "a") == [] and store.get("b/5")[0] == b"b/5"
+
+
+def _names(store: FencedStore, prefix: str) -> list[str]:
+    return [entry.name for entry in store.list(prefix, names_only=True)]
 
 
 def test_content_is_put_only_where_none_is(store: FencedStore) -> None:
@@ -92,13 +99,13 @@ def test_content_is_deleted_only_in_the_state_that_the_tag_names(store: FencedSt
     store.delete("adapters/a.json")  # a missing one is fine
 
 
-def test_of_many_that_change_one_key_each_change_counts(kind: str, tmp_path: Path, s3_url: str) -> None:
+def test_of_many_that_change_one_key_each_change_counts(kind: str, tmp_path: Path, urls: Mapping[str, str]) -> None:
     """Eight writers, each with a view of its own, count in one document."""
     num_writers, num_steps = 8, 5
     won: list[str] = []
 
     def count() -> None:
-        store = unfenced(kind, tmp_path, s3_url)
+        store = unfenced(kind, tmp_path, urls)
         for _ in range(num_steps):
             while True:
                 try:
@@ -119,7 +126,7 @@ def test_of_many_that_change_one_key_each_change_counts(kind: str, tmp_path: Pat
         thread.start()
     for thread in threads:
         thread.join()
-    assert unfenced(kind, tmp_path, s3_url).get("count")[0].split()[0] == str(num_writers * num_steps).encode()
+    assert unfenced(kind, tmp_path, urls).get("count")[0].split()[0] == str(num_writers * num_steps).encode()
     assert len({entry.split()[0] for entry in won}) == num_writers * num_steps
 
 

@@ -179,6 +179,30 @@ def test_an_archive_that_was_bent_registers_nothing(store: Path, tmp_path: Path,
         assert not list((other / "blobs").glob("*")), number
 
 
+def test_members_that_are_no_plain_files_of_their_size_leave_nothing_outside(
+    store: Path, tmp_path: Path, run: Command
+) -> None:
+    """Names that climb, links, devices, and a sparse file that claims 32 TiB in a few bytes."""
+    archive, other, outside = tmp_path / "all.tar", tmp_path / "other", tmp_path / "outside"
+    assert run("export", archive, "--store", store)[0] == OK
+    found = members(archive)
+    place = next(index for index, (member, _) in enumerate(found) if member.name.endswith("00000.safetensors"))
+    name = found[place][0].name
+    climbing = [tarfile.TarInfo(text) for text in (f"blobs/../../{outside.name}", str(outside), f"./{name}")]
+    link, device, sparse = (tarfile.TarInfo(name) for _ in range(3))
+    link.type, link.linkname = tarfile.SYMTYPE, str(outside)
+    device.type = tarfile.CHRTYPE
+    sparse.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": name}
+    sparse.pax_headers["GNU.sparse.realsize"] = str(1 << 45)
+    for member in [*climbing, link, device, sparse]:
+        data = b"0\n".ljust(512, b"\0") if member is sparse else b"" if member in (link, device) else b"x"
+        write_members(tmp_path / "bent.tar", [*found[:place], (member, data), *found[place + 1 :]])
+        other.mkdir(exist_ok=True)
+        code, _, error = run("import", tmp_path / "bent.tar", "--store", other)
+        assert code == CORRUPT and error.count("\n") == 1, (member.name, error)
+        assert not list((other / "adapters").glob("*")) and not outside.exists()
+
+
 def test_a_store_says_what_is_wrong_with_it(store: Path, run: Command) -> None:
     code, out, _ = run("verify", "--store", store)
     assert code == OK and out.startswith("2 adapters, 3 versions, 2 blobs of ")
