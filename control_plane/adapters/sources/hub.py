@@ -11,9 +11,10 @@ import http.client
 import json
 import os
 import re
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,16 +36,12 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 DEFAULT_HOSTS = (".huggingface.co", ".hf.co")  # where huggingface.co keeps large files
 MAX_REDIRECTS = 5
 MAX_LISTING_BYTES = 16 << 20
+LISTING_S = 120.0  # for the whole list
 TIMEOUT_S = 30.0  # to connect, and between two pieces
 PIECE_BYTES = 1 << 18
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BROKEN = (OSError, http.client.HTTPException)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_arguments: Any, **_named: Any) -> None:
-        """Leave a redirect to who reads the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +51,7 @@ class Hub:
     endpoint: str = DEFAULT_ENDPOINT
     hosts: tuple[str, ...] = DEFAULT_HOSTS  # redirects may lead there; with a dot before it, every host below
     timeout_s: float = TIMEOUT_S
+    clock: Callable[[], float] = time.monotonic  # seconds
 
     def token(self) -> str:
         """HF_TOKEN, or the first line of the file HF_TOKEN_PATH; empty without either."""
@@ -72,11 +70,7 @@ class Hub:
         repository, folder = "/".join(parts[:2]), "/".join(parts[2:])
         url = f"{self.endpoint}/api/models/{quote(repository)}/revision/{quote(revision, safe='')}?blobs=true"
         with self.open(url, source, hosts=None) as response:
-            raw = response.read(MAX_LISTING_BYTES + 1)
-        if len(raw) > MAX_LISTING_BYTES:
-            raise not_found(
-                source, f"its list of files is larger than {MAX_LISTING_BYTES} bytes; use a smaller repository"
-            )
+            raw = self._listing_bytes(response, source)
         try:
             commit, listed = _listing(json.loads(raw), folder)
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -86,6 +80,18 @@ class Hub:
         return HubAdapter(
             self, source, f"{named}@{commit}", repository, commit, folder, tuple(listed[name] for name in names)
         )
+
+    def _listing_bytes(self, response: Any, source: str) -> bytes:
+        raw, end_s = b"", self.clock() + LISTING_S
+        for piece in _pieces(response):
+            raw += piece
+            if len(raw) > MAX_LISTING_BYTES:
+                raise not_found(
+                    source, f"its list of files is larger than {MAX_LISTING_BYTES} bytes; use a smaller repository"
+                )
+            if self.clock() > end_s:
+                raise TryLater(f"the Hub takes more than {LISTING_S:g} s for its list of files")
+        return raw
 
     def open(self, url: str, source: str, *, start: int = 0, hosts: tuple[str, ...] | None) -> Any:
         """The response to a GET, redirects followed to the Hub itself and to `hosts`; None follows none."""
@@ -108,10 +114,14 @@ class Hub:
                 raise TryLater(f"the Hub cannot be reached ({type(_reason(error)).__name__})") from None
             if hosts is None:
                 raise not_found(source, "the repository has moved on the Hub; name its new place")
-            url = urljoin(url, location)
-            if not self._may_follow(url, hosts):
+            try:
+                url = urljoin(url, location)
+                may_follow, host = self._may_follow(url, hosts), urlsplit(url).hostname
+            except ValueError:
+                raise TryLater("the Hub redirects to a place that is no URL") from None
+            if not may_follow:
                 raise PathNotAllowed(
-                    f"source {quoted(source)}: the Hub redirects to {urlsplit(url).hostname or 'no host'!r}, which the "
+                    f"source {quoted(source)}: the Hub redirects to {host or 'no host'!r}, which the "
                     "operator does not allow (--hub-host)"
                 )
         raise TryLater(f"the Hub redirects more than {MAX_REDIRECTS} times")
@@ -154,11 +164,7 @@ class HubAdapter:
         with self.hub.open(url, self.named, start=start, hosts=self.hub.hosts) as response:
             if start and not _continues(response, start, file.size_bytes):
                 raise Changed(f"{file.name} cannot be continued")
-            try:
-                while piece := response.read(PIECE_BYTES):
-                    yield piece
-            except _BROKEN as error:
-                raise TryLater(f"the connection broke ({type(_reason(error)).__name__})") from None
+            yield from _pieces(response)
 
     def error(self, file: RemoteFile, content: Iterator[bytes]) -> str:
         """See RemoteAdapter: large files have a SHA-256, others the hash that git gives them."""
@@ -188,8 +194,17 @@ def open_hub(hosts: tuple[str, ...], environment: Mapping[str, str] = os.environ
     return Hub(endpoint, (*(DEFAULT_HOSTS if endpoint == DEFAULT_ENDPOINT else ()), *hosts))
 
 
+def _pieces(response: Any) -> Iterator[bytes]:
+    """The body as it comes: who reads can stop after each piece, however slowly they come. Raises TryLater."""
+    try:
+        while piece := response.read1(PIECE_BYTES):
+            yield piece
+    except _BROKEN as error:
+        raise TryLater(f"the connection broke ({type(_reason(error)).__name__})") from None
+
+
 def _opener() -> urllib.request.OpenerDirector:
-    """HTTP and HTTPS only, through the proxies of the environment."""
+    """HTTP and HTTPS only, through the proxies of the environment. A redirect is an HTTPError: it is followed here."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
@@ -197,7 +212,6 @@ def _opener() -> urllib.request.OpenerDirector:
         urllib.request.HTTPSHandler(),
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),
-        _NoRedirects(),
     ):
         opener.add_handler(handler)
     return opener
@@ -205,6 +219,8 @@ def _opener() -> urllib.request.OpenerDirector:
 
 def _listing(document: Any, folder: str) -> tuple[str, dict[str, RemoteFile]]:
     commit = document["sha"]
+    if not all(isinstance(item["rfilename"], str) for item in document["siblings"]):
+        raise ValueError("no name")
     if not _COMMIT.fullmatch(commit):
         raise ValueError("no commit")
     prefix, files = f"{folder}/" if folder else "", {}

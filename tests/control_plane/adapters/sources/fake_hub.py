@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +28,8 @@ class FakeHub:
         self.requests: list[tuple[str, str, str | None, str | None]] = []  # (host, path, Range, Authorization)
         self.faults: list[int | str] = []  # of the next downloads: a status, "truncate" or "damage"
         self.redirect_to = ""  # in place of the second host
+        self.listed: bytes | None = None  # in place of a list of files
+        self.list_fault = ""  # of lists: "reset" within the body, "chunk" that is cut off, "drip" byte by byte
         self.moved_to = ""  # where the API says that repositories are
         self.sent = threading.Event()  # set with the first byte of a "hang"
         self.released = threading.Event()
@@ -89,8 +94,29 @@ class FakeHub:
                     self._respond(307, b"", Location=f"/api/models/{hub.moved_to}/revision/main")
                 elif commit is None:
                     self._respond(404, b'{"error": "secret details"}')
+                elif hub.list_fault:
+                    self._break_off(json.dumps(hub.listing(commit)).encode())
                 else:
-                    self._respond(200, json.dumps(hub.listing(commit)).encode())
+                    self._respond(200, json.dumps(hub.listing(commit)).encode() if hub.listed is None else hub.listed)
+
+            def _break_off(self, body: bytes) -> None:
+                self.send_response(200)
+                if hub.list_fault == "chunk":
+                    self.send_header("Transfer-Encoding", "chunked")
+                    self.end_headers()
+                    self.wfile.write(b"%x\r\n" % len(body) + body[:20])
+                    return
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                pieces = [body[:20]] if hub.list_fault == "reset" else [body[i : i + 1] for i in range(len(body))]
+                with contextlib.suppress(ConnectionError):
+                    for piece in pieces:
+                        self.wfile.write(piece)
+                        self.wfile.flush()
+                if hub.list_fault == "reset":
+                    linger = struct.pack("ii", 1, 0)
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    self.connection.close()
 
             def _send(self, data: bytes) -> None:
                 fault = hub.faults.pop(0) if hub.faults else 200

@@ -1,13 +1,14 @@
-"""Adapters from a fake Hub and from an S3 that moto serves: what is read, resumed, refused, and where it may lead."""
+"""Adapters from a fake Hub and from object stores: what is read, resumed, refused, and where it may lead."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3  # type: ignore[import-untyped]  # ships no annotations
 import pytest
 
 from control_plane.adapters.sources.adapter_source import RemoteRoots
@@ -15,11 +16,13 @@ from control_plane.adapters.sources.hub import Hub, open_hub
 from control_plane.adapters.sources.locations import remote_root
 from control_plane.adapters.sources.partial_files import KEPT_S, PartialFiles
 from control_plane.adapters.sources.progress import Progress
+from control_plane.adapters.sources.remote_adapter import TryLater
 from control_plane.errors import InvalidRequest, MotetError, PathNotAllowed, StoreUnavailable
 from control_plane.registry.adapter_files import CONFIG_FILE, WEIGHTS_FILE
-from control_plane.registry.store.store import StoreUrlError
+from control_plane.registry.store.bucket import open_bucket
+from control_plane.registry.store.store import StoreUrlError, replace
 from tests.control_plane.adapters.sources.fake_hub import FakeHub
-from tests.control_plane.registry.store.buckets import s3_server
+from tests.control_plane.registry.store.buckets import cloud_urls
 
 FILES = {CONFIG_FILE: b'{"r": 8}', WEIGHTS_FILE: os.urandom(700_000), "README.md": b"hello"}
 MEMBERS = (CONFIG_FILE, WEIGHTS_FILE)
@@ -108,6 +111,71 @@ async def test_what_was_damaged_meanwhile_is_read_again(tmp_path: Path, hub: Fak
 async def test_a_hub_that_sends_other_bytes_is_refused(tmp_path: Path, hub: FakeHub) -> None:
     hub.faults = [200, "damage", "damage"]
     with pytest.raises(StoreUnavailable, match="not what the Hub lists"):
+        await read(roots(tmp_path, hub), "models/poet")
+
+
+COMMIT = '"sha": "' + "a" * 40 + '"'
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        "\xff",
+        '{"sha": 5, "siblings": []}',
+        '{"sha": "main", "siblings": []}',
+        "{" + COMMIT + "}",
+        "{" + COMMIT + ', "siblings": 7}',
+        "{" + COMMIT + ', "siblings": [null]}',
+        "{" + COMMIT + ', "siblings": ["adapter_config.json"]}',
+        "{" + COMMIT + ', "siblings": [{"rfilename": 5, "size": 1, "blobId": "b"}]}',
+        "{" + COMMIT + ', "siblings": [{"rfilename": "adapter_config.json", "size": -1, "blobId": "b"}]}',
+        "{" + COMMIT + ', "siblings": [{"rfilename": "adapter_config.json", "size": "1", "blobId": "b"}]}',
+        "{" + COMMIT + ', "siblings": [{"rfilename": "adapter_config.json", "size": 1e400, "blobId": "b"}]}',
+        "{" + COMMIT + ', "siblings": [{"rfilename": "adapter_config.json", "size": 1, "lfs": "x"}]}',
+        "{" + COMMIT + ', "siblings": [{"rfilename": "adapter_config.json", "size": 1}]}',
+    ],
+)
+async def test_a_list_of_files_that_is_none_is_reported_as_the_hubs_mistake(
+    tmp_path: Path, hub: FakeHub, listed: str
+) -> None:
+    hub.listed = listed.encode("latin-1")
+    with pytest.raises(StoreUnavailable, match="list of files that cannot be read"):
+        await read(roots(tmp_path, hub), "models/poet")
+
+
+async def test_names_in_a_list_lead_nowhere(tmp_path: Path, hub: FakeHub) -> None:
+    names = ["../adapter_config.json", "/adapter_config.json", "a/../adapter_config.json", "..", "", "\0"]
+    siblings = [{"rfilename": name, "size": 1, "blobId": "b"} for name in names]
+    hub.listed = json.dumps({"sha": "a" * 40, "siblings": siblings}).encode()
+    with pytest.raises(InvalidRequest, match=f"no {CONFIG_FILE}"):
+        await read(roots(tmp_path, hub), "models/poet")
+    assert len(hub.requests) == 1 and kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", ["reset", "chunk"])
+async def test_a_list_that_breaks_off_is_the_hubs_failure_not_the_disks(
+    tmp_path: Path, hub: FakeHub, fault: str
+) -> None:
+    hub.list_fault = fault
+    with pytest.raises(StoreUnavailable, match="the connection broke"):
+        await read(roots(tmp_path, hub), "models/poet")
+
+
+async def test_a_list_that_comes_slowly_has_a_time_limit(hub: FakeHub) -> None:
+    hub.list_fault = "drip"
+    slow = Hub(hub.url, clock=itertools.count(0.0, 200.0).__next__)
+    with pytest.raises(TryLater, match="more than 120 s"):
+        slow.find(remote_root("models", "hf://acme"), "models/poet")
+
+
+async def test_a_redirect_to_no_url_is_reported(tmp_path: Path, hub: FakeHub) -> None:
+    hub.redirect_to = "http://["
+    with pytest.raises(StoreUnavailable, match="redirects to a place that is no URL"):
         await read(roots(tmp_path, hub), "models/poet")
 
 
@@ -208,12 +276,14 @@ def test_buckets_of_every_kind_are_opened_and_credentials_come_from_the_environm
     assert remote.find("a/poet") is not None and remote.find("g/poet") is not None and remote.find("team/x") is None
 
 
-async def test_a_bucket_is_read_in_parts_of_one_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+async def test_a_bucket_is_read_in_parts_of_one_state(tmp_path: Path, scheme: str) -> None:
     weights = os.urandom(9 << 20)
-    with s3_server() as url:
-        client, (bucket, _, prefix) = boto3.client("s3"), url.removeprefix("s3://").partition("/")
+    with cloud_urls(tmp_path) as urls:
+        url = urls[scheme]
+        bucket = open_bucket(url)
         for name, data in (FILES | {WEIGHTS_FILE: weights}).items():
-            client.put_object(Bucket=bucket, Key=f"{prefix}/voices/poet/{name}", Body=data)
+            bucket.put_if_absent(f"voices/poet/{name}", data)
         remote = roots(tmp_path, b=url, max_bytes=1 << 24)
         files, source = await read(remote, "b/voices/poet")
         assert files == {CONFIG_FILE: FILES[CONFIG_FILE], WEIGHTS_FILE: weights} and source == "b/voices/poet"
@@ -221,14 +291,13 @@ async def test_a_bucket_is_read_in_parts_of_one_state(tmp_path: Path, monkeypatc
         found = remote.find("b/voices/poet")
         assert found is not None
         adapter = found.find()  # type: ignore[attr-defined]
-        client.put_object(Bucket=bucket, Key=f"{prefix}/voices/poet/{CONFIG_FILE}", Body=b"{}")
+        replace(bucket, f"voices/poet/{CONFIG_FILE}", b"{}")
         with pytest.raises(Exception, match="was replaced"):
             adapter.check_unchanged()
         with pytest.raises(Exception, match="was replaced"):
             list(adapter.read(adapter.files[0], 0))
         with pytest.raises(InvalidRequest, match="has no"):
             await read(remote, "b/voices")
-        client.close()
 
 
 def test_partial_files_are_kept_for_a_bounded_time_and_size(tmp_path: Path) -> None:
