@@ -34,6 +34,7 @@ class Anyone(enum.Enum):
     KNOWN = "known"  # every principal; the handler itself shows each principal what concerns it
     UNKNOWN = "unknown"  # also clients without a credential: probes of a load balancer have none
     WORKER = "worker"  # the worker port proves who calls by its own certificate, not by a role
+    SCALER = "scaler"  # so does the port of the autoscaler
 
 
 Requirement = Role | Anyone
@@ -99,6 +100,11 @@ REQUIREMENTS: Mapping[str, Requirement] = {
     **_of(health_pb2, "Health", {"Check": Anyone.UNKNOWN, "Watch": Anyone.UNKNOWN, "List": Anyone.UNKNOWN}),
     **{f"/{service}/ServerReflectionInfo": Role.ADMIN for service in REFLECTION_SERVICES},
     **_of(plan_pb2, "WorkerService", {"Attach": Anyone.WORKER, "FetchAdapter": Anyone.WORKER}),
+    # KEDA's, which scaler/ serves; access knows no stubs of another part.
+    **{
+        f"/externalscaler.ExternalScaler/{method}": Anyone.SCALER
+        for method in ("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics")
+    },
 }
 
 # Roles that a method needs beside the one in REQUIREMENTS.
@@ -107,7 +113,7 @@ ALSO_NEEDED: Mapping[str, Role] = {"/motet.v1.GenerationService/GenerateWithTask
 
 def is_open(method: str) -> bool:
     """Whether clients without a credential may call `method`, "/package.Service/Method"."""
-    return REQUIREMENTS.get(method) in (Anyone.UNKNOWN, Anyone.WORKER)
+    return REQUIREMENTS.get(method) in (Anyone.UNKNOWN, Anyone.WORKER, Anyone.SCALER)
 
 
 def require_allowed(method: str, principal: Principal) -> None:

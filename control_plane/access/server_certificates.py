@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
@@ -54,11 +55,14 @@ def parse(
     except Exception as error:  # its text might repeat the file
         raise ValueError("the key's file has no complete private key in PEM") from error
     _check_kind(private)
-    own, certified = (
-        each.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-        for each in (private.public_key(), leaf.public_key())
+    try:
+        certified = leaf.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ValueError("the certificate's key is of an unknown kind") from error
+    own, its = (
+        each.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) for each in (private.public_key(), certified)
     )
-    if own != certified:
+    if own != its:
         raise ValueError("the key does not belong to the certificate")
     not_after = leaf.not_valid_after_utc
     if not_after.timestamp() <= wall_clock():
@@ -112,7 +116,7 @@ def _certificates(pem: bytes, what: str) -> list[x509.Certificate]:
     """All certificates of a file. One that is cut off is not passed over, as `cryptography` alone would do."""
     try:
         found = x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise ValueError(f"{what} has no complete certificate in PEM") from error
     if not len(found) == pem.count(_BEGIN) == pem.count(_END):
         raise ValueError(f"{what} has {pem.count(_BEGIN)} PEM blocks, of which {len(found)} are complete certificates")

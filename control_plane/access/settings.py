@@ -59,8 +59,15 @@ class AccessSettings:
         parse=optional_path,
         metavar="FILE",
     )
+    scaler_tls_client_ca: Path | None = setting(
+        "certificates that sign those of autoscalers, PEM; whoever calls the scaler's port must present one",
+        None,
+        shown_default="autoscalers present none",
+        parse=optional_path,
+        metavar="FILE",
+    )
     tls_deny: Path | None = setting(
-        "certificates that are refused on both ports: names or sha256:FINGERPRINT, one a line",
+        "certificates that are refused on every port: names or sha256:FINGERPRINT, one a line",
         None,
         shown_default="none",
         parse=optional_path,
@@ -144,7 +151,7 @@ class AccessSettings:
         """Whether a message on the workers' port is read by a worker of the operator and by nobody else."""
         return self.worker_tls_client_ca is not None
 
-    def check_addresses(self, listen: str, worker_listen: str) -> None:
+    def check_addresses(self, listen: str, worker_listen: str, scaler_listen: str | None = None) -> None:
         """Raise ValueError if a port would be open to other machines without protection."""
         if self.insecure:
             return
@@ -160,6 +167,12 @@ class AccessSettings:
                 (self.worker_tls_cert is not None, "no TLS: give --worker-tls-cert and --worker-tls-key"),
                 (self.worker_tls_client_ca is not None, "no certificates of workers: give --worker-tls-client-ca"),
                 (self.worker_allow is not None, "no list of the workers: give --worker-allow"),
+            )
+        if scaler_listen is not None and not is_loopback(scaler_listen):
+            self._check_protection(
+                f"--scaler-listen: {scaler_listen}",
+                (self.tls_cert is not None, "no TLS: give --tls-cert and --tls-key"),
+                (self.scaler_tls_client_ca is not None, "no certificates of callers: give --scaler-tls-client-ca"),
             )
 
     @staticmethod
@@ -183,9 +196,13 @@ class AccessSettings:
                 raise ValueError(f"{_flag(client_ca)}: needs {_flag(cert)} and {_flag(key)}, which turn TLS on")
         if self.worker_allow is not None and self.worker_tls_client_ca is None:
             raise ValueError("--worker-allow: needs --worker-tls-client-ca; only a certificate proves a worker's id")
-        if self.tls_deny is not None and self.tls_client_ca is None and self.worker_tls_client_ca is None:
+        if self.scaler_tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--scaler-tls-client-ca: needs --tls-cert and --tls-key, which turn TLS on")
+        authorities = (self.tls_client_ca, self.worker_tls_client_ca, self.scaler_tls_client_ca)
+        if self.tls_deny is not None and not any(authorities):
             raise ValueError(
-                "--tls-deny: needs --tls-client-ca or --worker-tls-client-ca; else there is nothing to deny"
+                "--tls-deny: needs --tls-client-ca, --worker-tls-client-ca or --scaler-tls-client-ca; else there is "
+                "nothing to deny"
             )
         if self.client_identities is not None and self.tls_client_ca is None:
             raise ValueError("--client-identities: needs --tls-client-ca; otherwise clients present no certificate")

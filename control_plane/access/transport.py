@@ -1,4 +1,4 @@
-"""TLS of both ports as the settings say: credentials to listen with, and who is refused in spite of a certificate.
+"""TLS of every port as the settings say: credentials to listen with, and who is refused in spite of a certificate.
 
 Whatever needs the package cryptography is imported where TLS is set up: a server without TLS does without the package.
 """
@@ -26,17 +26,19 @@ Guard = Callable[[grpc.aio.ServicerContext[Any, Any]], contextlib.AbstractContex
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What the two ports need for TLS. None: the port has none of it."""
+    """What the ports need for TLS. None: the port has none of it."""
 
     client_credentials: grpc.ServerCredentials | None = None
     client_guard: Guard | None = None  # around every call of the clients' port
     worker_credentials: grpc.ServerCredentials | None = None
     worker_guard: Guard | None = None  # around every call of the workers' port
     worker_access: WorkerAccess | None = None  # set if workers present certificates
+    scaler_credentials: grpc.ServerCredentials | None = None
+    scaler_guard: Guard | None = None  # around every call of the autoscaler's port
 
 
-def open_transport(settings: AccessSettings, watcher: FileWatcher) -> Transport:
-    """Read all files and have them watched. Call it in the event loop.
+def open_transport(settings: AccessSettings, watcher: FileWatcher, *, has_scaler: bool = False) -> Transport:
+    """Read all files and have them watched. Call it in the event loop. `has_scaler`: there is an autoscaler's port.
 
     Raises ValueError, whose text begins with the flag.
     """
@@ -70,6 +72,12 @@ def open_transport(settings: AccessSettings, watcher: FileWatcher) -> Transport:
         ),
         worker_guard=None if access is None else worker_guard(access),
         worker_access=access,
+        scaler_credentials=_credentials(
+            *("--tls-cert", settings.tls_cert, settings.tls_key, settings.scaler_tls_client_ca, "scaler's", watcher)
+        )
+        if has_scaler
+        else None,
+        scaler_guard=None if settings.scaler_tls_client_ca is None else ClientGuard(denied),
     )
 
 

@@ -72,7 +72,9 @@ class Signers:
 def read_signers(content: bytes) -> Signers:
     """Read the file. Raises ValueError with what is wrong."""
     try:
-        document = json.loads(content)
+        document = json.loads(content, object_pairs_hook=_without_twins)
+    except _MemberTwice as error:
+        raise ValueError(f"{error.args[0][:64]!r} appears twice in one object; put both lists into one") from None
     except (ValueError, RecursionError):
         raise ValueError("it is not valid JSON") from None
     if not isinstance(document, dict):
@@ -87,6 +89,19 @@ def read_signers(content: bytes) -> Signers:
     return Signers(by_tenant)
 
 
+class _MemberTwice(Exception):
+    """Of two members of one name the reader of a file sees both, and a program takes one."""
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in members:
+            raise _MemberTwice(name)
+        members[name] = value
+    return members
+
+
 def _signer(item: Any, where: str) -> Signer:
     is_object = isinstance(item, dict) and item.keys() == {"name", "pem"}
     if not is_object or not all(isinstance(value, str) for value in item.values()):
@@ -95,6 +110,7 @@ def _signer(item: Any, where: str) -> Signer:
     if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
         raise ValueError(f"{where}: name must have 1 to {MAX_NAME_CHARS} printable characters")
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
@@ -102,7 +118,7 @@ def _signer(item: Any, where: str) -> Signer:
         if b"CERTIFICATE" in pem:
             return TrustedRoot(name, tuple(x509.load_pem_x509_certificates(pem)))
         key = load_pem_public_key(pem)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm):
         raise ValueError(f"{where} ({name}): pem is neither a public key nor a certificate") from None
     if not isinstance(key, EllipticCurvePublicKey) or key.curve.name not in _CURVES:
         raise ValueError(f"{where} ({name}): the key is not on the curve P-256, P-384 or P-521")
@@ -125,12 +141,13 @@ def _by_key(bundle: Bundle, keys: list[TrustedKey], now_s: float) -> SignatureVe
 
 def _by_certificate(bundle: Bundle, roots: list[TrustedRoot], now_s: float) -> SignatureVerdict:
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
     try:
         signing, *others = [x509.load_der_x509_certificate(raw) for raw in bundle.certificates]
         key = signing.public_key()
-    except ValueError:
+    except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm):
         raise SignatureInvalid("model.sig has a certificate that cannot be read") from None
     if not isinstance(key, EllipticCurvePublicKey) or key.curve.name not in _CURVES:
         raise SignatureInvalid(f"model.sig: the certificate's key has another form; {_SIGN_AGAIN}")

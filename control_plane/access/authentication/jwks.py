@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from joserfc.errors import JoseError
 from joserfc.jwk import JWKRegistry, Key
 from joserfc.util import urlsafe_b64decode
 
 from contract.process_log import printable, shown
+from control_plane.access.authentication.fetching import fetch_url
 from control_plane.access.authentication.grants import InvalidAccessFile, read_object, shortened
-from control_plane.access.settings import is_loopback
 from control_plane.access.watched_files import WatchedFiles
 from control_plane.daemon_threads import DaemonThreads
 
@@ -33,12 +29,9 @@ logger = logging.getLogger(__name__)
 MIN_RSA_BITS = 2048
 MAX_RSA_BITS = 8192  # a verification with larger ones takes milliseconds
 MAX_KEYS = 100
-MAX_BYTES = 1 << 20  # of a key set at a URL
 REFRESH_S = 300.0  # between two fetches
 RETRY_S = 15.0  # after a fetch that failed
 MIN_INTERVAL_S = 30.0  # between two fetches that unknown keys of tokens cause
-SOCKET_TIMEOUT_S = 10.0  # of one read
-FETCH_TIMEOUT_S = 20.0  # of a fetch as a whole
 
 # What is read of a key, by its type; everything else in it is ignored.
 _MATERIAL = {"RSA": ("n", "e"), "EC": ("crv", "x", "y"), "OKP": ("crv", "x")}
@@ -76,6 +69,8 @@ class JwksFile:
     def __init__(self, path: Path) -> None:
         """Reads the file. Raises OSError or ValueError."""
         self.files = WatchedFiles([path], parse_jwks, what="token keys")
+        _require_any(self.files.value)
+        self.files.on_change(_warn_of_none)
 
     @property
     def value(self) -> SigningKeys:
@@ -151,7 +146,9 @@ class JwksUrl:
         try:
             content = await self._thread.run(self._fetch, self._url)
             if content != self._content:
-                self._value, self._content = parse_jwks(content), content
+                keys = parse_jwks(content)
+                (_require_any if is_first else _warn_of_none)(keys)
+                self._value, self._content = keys, content
         except (OSError, ValueError) as error:
             if is_first and isinstance(error, ValueError):
                 raise
@@ -173,7 +170,10 @@ class JwksUrl:
 
 
 def parse_jwks(content: bytes) -> SigningKeys:
-    """The keys of a set that tokens may be signed with; keys of other kinds are left out. Raises InvalidAccessFile."""
+    """The keys of a set that tokens may be signed with; keys of other kinds are left out. Raises InvalidAccessFile.
+
+    There may be none: an issuer that removes its last key means that nothing counts that the key signed.
+    """
     entries = read_object(content).get("keys")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InvalidAccessFile("keys: is not a list of objects; give a JSON Web Key Set (RFC 7517)")
@@ -191,9 +191,21 @@ def parse_jwks(content: bytes) -> SigningKeys:
         if (kid, algorithm) in keys:
             raise InvalidAccessFile(f"{where}.kid: {shortened(kid)} names two keys for {algorithm}; remove one")
         keys[kid, algorithm] = _import_key(entry, where)
-    if not keys:
-        raise InvalidAccessFile("keys: has none for RS256, ES256 or EdDSA; tokens are verified by these alone")
     return SigningKeys(keys)
+
+
+def _require_any(keys: SigningKeys) -> None:
+    """Raises InvalidAccessFile. A start without a key is a wrong file or URL."""
+    if not keys.by_name:
+        raise InvalidAccessFile("keys: has none for RS256, ES256 or EdDSA; tokens are verified by these alone")
+
+
+def _warn_of_none(keys: SigningKeys) -> None:
+    if not keys.by_name:
+        logger.warning(
+            "token keys removed, every token is refused",
+            extra=shown("keys of tokens: there is none for RS256, ES256 or EdDSA any more; every token is refused"),
+        )
 
 
 def _algorithm_of(entry: Mapping[str, Any], where: str) -> str | None:
@@ -234,35 +246,3 @@ def _check_size(modulus: bytes, where: str) -> None:
     num_bits = int.from_bytes(modulus, "big").bit_length()
     if not MIN_RSA_BITS <= num_bits <= MAX_RSA_BITS:
         raise InvalidAccessFile(f"{where}: has {num_bits} bits; RSA keys of {MIN_RSA_BITS} to {MAX_RSA_BITS} are used")
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect may lead anywhere, also to a plaintext address."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-def fetch_url(url: str, *, clock: Callable[[], float] = time.monotonic) -> bytes:
-    """What is at the URL. Raises OSError if nothing usable responds, ValueError if the URL is not that of a file."""
-    handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
-    if is_loopback(f"{urlsplit(url).hostname}:0"):
-        handlers.append(urllib.request.ProxyHandler({}))  # a proxy would look on its own machine
-    opener = urllib.request.build_opener(*handlers)
-    deadline_s, content = clock() + FETCH_TIMEOUT_S, bytearray()
-    try:
-        with opener.open(url, timeout=SOCKET_TIMEOUT_S) as response:
-            while chunk := response.read1(1 << 16):
-                content += chunk
-                if len(content) > MAX_BYTES:
-                    raise InvalidAccessFile(f"the response is larger than {MAX_BYTES} bytes")
-                if clock() > deadline_s:
-                    raise OSError(f"the response took longer than {FETCH_TIMEOUT_S:g} s")
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code < 500:
-            raise ValueError(f"the response is HTTP status {error.code}; give the URL of the key set itself") from error
-        raise OSError(f"the response is HTTP status {error.code}") from error
-    except http.client.HTTPException as error:
-        raise OSError(f"the response is not valid HTTP: {type(error).__name__}") from error
-    return bytes(content)

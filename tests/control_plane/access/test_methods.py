@@ -1,4 +1,4 @@
-"""Every method of every service of both ports has an entry in the one table of roles."""
+"""Every method of every service of every port has an entry in the one table of roles."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from control_plane.access.methods import REFLECTION_SERVICES, REQUIREMENTS, Anyo
 from control_plane.access.principal import ANYBODY, Principal, Role, of_roles
 from control_plane.api.rpc import reflection
 from control_plane.errors import PermissionDenied
-from tests.control_plane.api.rpc.test_callers import CLIENT_METHODS, WORKER_METHODS
+from control_plane.scaler.v1 import externalscaler_pb2
+from tests.control_plane.api.rpc.test_callers import CLIENT_METHODS, WORKER_METHODS, methods_of
 
 
-def test_the_table_has_every_method_of_both_ports_and_no_other() -> None:
-    assert REQUIREMENTS.keys() == CLIENT_METHODS.keys() | WORKER_METHODS.keys()
+def test_the_table_has_every_method_of_every_port_and_no_other() -> None:
+    scaler_methods = methods_of(externalscaler_pb2)
+    assert REQUIREMENTS.keys() == CLIENT_METHODS.keys() | WORKER_METHODS.keys() | scaler_methods.keys()
     assert set(REFLECTION_SERVICES) == set(reflection.SERVICE_NAMES)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,23 @@ def test_keys_that_gprc_cannot_use_are_refused() -> None:
     p521 = CA.issue(*LOCALHOST, curve=ec.SECP521R1())
     with pytest.raises(ValueError, match="a key of this kind is not used"):
         parse(p521.cert, p521.key)
+
+
+def changed(pem: bytes, former: str, other: str) -> bytes:
+    """A certificate with other bytes of the same length."""
+    der = ssl.PEM_cert_to_DER_cert(pem.decode())
+    assert bytes.fromhex(former) in der
+    return ssl.DER_cert_to_PEM_cert(der.replace(bytes.fromhex(former), bytes.fromhex(other), 1)).encode()
+
+
+def test_a_certificate_of_an_unknown_form_is_refused() -> None:
+    """While a server runs, it may not end the look at the files with a traceback."""
+    version = changed(SERVER.cert, "a003020102", "a003020105")
+    for chain, client_ca in ((version, None), (SERVER.cert, version)):
+        with pytest.raises(ValueError, match="has no complete certificate in PEM"):
+            parse(chain, SERVER.key, client_ca)
+    with pytest.raises(ValueError, match="the certificate's key is of an unknown kind"):
+        parse(changed(SERVER.cert, "06072a8648ce3d0201", "06072a8648ce3d0209"), SERVER.key)
 
 
 def test_an_expired_certificate_is_refused() -> None:

@@ -35,7 +35,8 @@ def file(tmp_path: Path) -> Path:
         (["worker_tls_key"], "--worker-tls-key: needs --worker-tls-cert, too; give both"),
         (["worker_tls_client_ca"], "--worker-tls-client-ca: needs --worker-tls-cert and --worker-tls-key, which"),
         (["worker_allow", "worker_tls_cert", "worker_tls_key"], "--worker-allow: needs --worker-tls-client-ca; only a"),
-        (["tls_deny", "tls_cert", "tls_key"], "--tls-deny: needs --tls-client-ca or --worker-tls-client-ca; else"),
+        (["scaler_tls_client_ca"], "--scaler-tls-client-ca: needs --tls-cert and --tls-key, which turn TLS on"),
+        (["tls_deny", "tls_cert", "tls_key"], "--tls-deny: needs --tls-client-ca, --worker-tls-client-ca or --scaler-"),
         (["client_identities", "tls_cert", "tls_key"], "--client-identities: needs --tls-client-ca; otherwise"),
     ],
 )
@@ -146,3 +147,22 @@ def test_other_urls_are_refused_without_repeating_a_password(url: str, message: 
     with pytest.raises(ValueError, match="--jwt-jwks: ") as caught:
         AccessSettings(jwt_issuer="i", jwt_audience="a", jwt_jwks=url)
     assert message in str(caught.value) and "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--scaler-listen: 0.0.0.0:2 is reached from other machines and has no TLS: give --tls-cert and --tls-key"),
+        (["tls_cert", "tls_key"], "--scaler-listen: 0.0.0.0:2 is reached from other machines and has no certificates "),
+        (["tls_cert", "tls_key", "scaler_tls_client_ca"], ""),
+    ],
+)
+def test_the_autoscalers_port_for_other_machines_needs_certificates(file: Path, given: list[str], message: str) -> None:
+    settings = access(given, file)
+    if not message:
+        settings.check_addresses(LOCAL, LOCAL, ALL)
+        return
+    with pytest.raises(ValueError) as caught:
+        settings.check_addresses(LOCAL, LOCAL, ALL)
+    assert str(caught.value).startswith(message) and "--insecure" in str(caught.value)
+    access(given, file, insecure=True).check_addresses(LOCAL, LOCAL, ALL)

@@ -339,6 +339,34 @@ def test_a_certificate_that_does_not_count_is_refused(tmp_path: Path, case: str,
     assert words in str(caught.value)
 
 
+# Bytes of a certificate, and others of the same length: a version that does not exist, and keys of unknown kinds.
+UNREADABLE = {
+    "version": ("a003020102", "a003020105"),
+    "kind of key": ("06072a8648ce3d0201", "06072a8648ce3d0209"),
+    "curve": ("06082a8648ce3d030107", "06082a8648ce3d03017f"),
+}
+
+
+def unreadable(der: bytes, what: str) -> bytes:
+    former, other = map(bytes.fromhex, UNREADABLE[what])
+    assert former in der
+    return der.replace(former, other, 1)
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_certificate_of_an_unknown_form_is_the_callers_mistake(tmp_path: Path, what: str) -> None:
+    """It was a mistake of ours, with a traceback in the log for each such registration."""
+    authority = Authority()
+
+    def damage(bundle: dict[str, Any]) -> None:
+        [listed] = bundle["verificationMaterial"]["x509CertificateChain"]["certificates"]
+        listed["rawBytes"] = base64.b64encode(unreadable(base64.b64decode(listed["rawBytes"]), what)).decode()
+
+    signature = Maker.of(signing_certificate(authority)).sign(after=damage)
+    with pytest.raises(SignatureInvalid, match="has a certificate that cannot be read"):
+        verify(tmp_path, signature, signers(everybody=[("ours", authority.pem.decode())]))
+
+
 # ---- the operator's file ----
 
 
@@ -348,6 +376,7 @@ def test_a_certificate_that_does_not_count_is_refused(tmp_path: Path, case: str,
         (b"{", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
         (b"[]", "is not a JSON object"),
+        (b'{"a": [], "a": []}', "'a' appears twice in one object"),
         (b'{"A B": []}', r"is neither '\*' nor a tenant"),
         (b'{"a": {}}', "a: is not a list"),
         (b'{"a": [{"name": "x"}]}', r"a\[0\]: must have \"name\" and \"pem\""),

@@ -6,19 +6,18 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from control_plane.access.authentication.grants import InvalidAccessFile
-from control_plane.access.authentication.jwks import MAX_BYTES, MIN_INTERVAL_S, JwksFile, JwksUrl, fetch_url, parse_jwks
+from control_plane.access.authentication.jwks import MIN_INTERVAL_S, JwksFile, JwksUrl, parse_jwks
 from tests.control_plane.access.authentication.tokens import jwk, jwks, private_key
 
 ED, ES, RS = private_key("EdDSA"), private_key("ES256"), private_key("RS256")
-ONE, TWO = jwks(jwk(ED, "one")), jwks(jwk(ED, "one"), jwk(ES, "two"))
+NONE, ONE, TWO = jwks(), jwks(jwk(ED, "one")), jwks(jwk(ED, "one"), jwk(ES, "two"))
 
 
 def test_each_key_serves_one_algorithm() -> None:
@@ -44,8 +43,7 @@ def test_keys_of_other_kinds_are_left_out() -> None:
     ]
     keys = parse_jwks(jwks(*others, jwk(ED, "ed", alg="Ed25519", use="sig", key_ops=["verify"])))
     assert set(keys.by_name) == {("ed", "EdDSA")}
-    with pytest.raises(InvalidAccessFile, match="has none for RS256, ES256 or EdDSA"):
-        parse_jwks(jwks(*others))
+    assert not parse_jwks(jwks(*others)).by_name
 
 
 @pytest.mark.parametrize(
@@ -78,6 +76,21 @@ def test_keys_of_a_file_change_with_it(tmp_path: Path) -> None:
     assert not source.files.refresh() and source.value is first and not source.wants_other_keys()
     path.write_bytes(TWO)
     assert source.files.refresh() and len(source.value.by_name) == 2
+
+
+def test_a_file_without_a_key_ends_a_start_and_later_ends_every_token(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An issuer whose only key was stolen publishes a set without it."""
+    path = tmp_path / "jwks.json"
+    path.write_bytes(NONE)
+    with pytest.raises(InvalidAccessFile, match="has none for RS256, ES256 or EdDSA"):
+        JwksFile(path)
+    path.write_bytes(ONE)
+    source = JwksFile(path)
+    path.write_bytes(NONE)
+    assert source.files.refresh() and not source.value.by_name
+    assert "token keys removed, every token is refused" in caplog.text
 
 
 class Remote:
@@ -163,73 +176,25 @@ async def test_former_keys_stay_while_the_fetch_fails(caplog: pytest.LogCaptureF
     assert logged[1:] == ["token keys fetched again"]
 
 
+async def test_a_set_without_a_key_ends_every_token_and_not_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InvalidAccessFile, match="has none for RS256, ES256 or EdDSA"):
+        async with opened(Remote(NONE)):
+            pass
+    remote = Remote(ONE, NONE)
+    async with opened(remote, refresh_s=0.0) as source:
+        first = source.value
+        await remote.turns.get()
+        remote.may_go.release()
+        await until(lambda: source.value is not first)
+        assert source.value.by_name == {}
+        remote.responses.append(NONE)
+        remote.may_go.release()
+    assert "token keys removed, every token is refused" in caplog.text
+
+
 async def test_a_start_without_a_response_goes_on_and_a_wrong_response_ends_it() -> None:
     async with opened(Remote(OSError("refused"))) as source:
         assert source.value is None
     with pytest.raises(ValueError, match="404"):
         async with opened(Remote(ValueError("404"))):
             pass
-
-
-class Pages(BaseHTTPRequestHandler):
-    pages: ClassVar[dict[str, tuple[int, bytes]]] = {"/jwks": (200, ONE), "/none": (404, b""), "/broken": (503, b"")}
-
-    def do_GET(self) -> None:
-        if self.path == "/long":
-            self.pages[self.path] = (200, b" " * (MAX_BYTES + 1))
-        if self.path == "/junk":
-            self.wfile.write(b"junk\r\n\r\n")
-            return
-        status, body = (302, b"") if self.path == "/elsewhere" else self.pages[self.path]
-        self.send_response(status)
-        if status == 302:
-            self.send_header("Location", "/jwks")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        with contextlib.suppress(OSError):  # the client left, as it should at a long page
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def web() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def test_a_key_set_is_fetched_from_a_url_of_this_machine(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert fetch_url(f"{web}/jwks") == ONE
-
-
-@pytest.mark.parametrize(
-    ("path", "error", "message"),
-    [
-        ("/none", ValueError, "HTTP status 404; give the URL of the key set"),
-        ("/elsewhere", ValueError, "HTTP status 302; give the URL of the key set itself"),
-        ("/long", ValueError, "larger than 1048576 bytes"),
-        ("/broken", OSError, "HTTP status 503"),
-        ("/junk", OSError, "not valid HTTP"),
-    ],
-)
-def test_responses_that_cannot_be_used_are_refused(web: str, path: str, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        fetch_url(f"{web}{path}")
-
-
-def test_a_slow_response_ends_at_its_time(web: str) -> None:
-    times = iter([0.0, 21.0, 21.0])
-    with pytest.raises(OSError, match="longer than 20 s"):
-        fetch_url(f"{web}/jwks", clock=lambda: next(times))
-
-
-def test_nobody_responding_is_an_oserror() -> None:
-    with pytest.raises(OSError):
-        fetch_url("http://127.0.0.1:1/jwks")
