@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import grpc
 from motet import MotetError
+from starlette.responses import JSONResponse
 
 MAX_MESSAGE_CHARS = 2000  # of a message, which may repeat what the caller sent
 
@@ -60,3 +61,9 @@ def refusal_from(error: MotetError) -> Refusal:
 def is_callers_mistake(error: MotetError) -> bool:
     """Whether the caller has to change something: the request, the key, or the adapter."""
     return _STATUS_BY_CODE.get(error.code, 500) < 429
+
+
+def closing_response(status: int, message: str) -> JSONResponse:
+    """The refusal of a request that no protocol's handler gets. The connection is closed behind it."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status, headers={"connection": "close"})

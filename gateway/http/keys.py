@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.http.errors import closing_response
+
 _key: ContextVar[str] = ContextVar("key", default="")
 
 
@@ -32,7 +34,8 @@ def current_owner() -> str:
 class Keys:
     """ASGI: sets the key from `Authorization: Bearer KEY` or `X-API-Key: KEY`.
 
-    `prefix` is taken off: what clients of a protocol put before every key.
+    `prefix` is taken off: what clients of a protocol put before every key. A request that names two keys is refused: a
+    proxy in front may have checked the other one.
     """
 
     def __init__(self, app: ASGIApp, *, prefix: str = "") -> None:
@@ -41,8 +44,23 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            scheme, _, credential = headers.get("authorization", "").partition(" ")
-            key = credential.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            set_key(key.removeprefix(self._prefix))
+            try:
+                set_key(_key_of(Headers(scope=scope)).removeprefix(self._prefix))
+            except ValueError as error:
+                await closing_response(400, str(error))(scope, receive, send)
+                return
         await self._app(scope, receive, send)
+
+
+def _key_of(headers: Headers) -> str:
+    """The one key that a request names; empty: none. Raises ValueError if it names several."""
+    for name in ("Authorization", "X-API-Key"):
+        if (count := len(headers.getlist(name))) > 1:
+            raise ValueError(f"the header {name} appears {count} times; send it once")
+    scheme, _, credential = headers.get("authorization", "").partition(" ")
+    other = headers.get("x-api-key", "")
+    if scheme.lower() != "bearer":
+        return other
+    if other not in ("", credential.strip()):
+        raise ValueError("the headers Authorization and X-API-Key have different keys; send one of them")
+    return credential.strip()

@@ -14,6 +14,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.http.errors import closing_response
+
 FLAG = "--allow-origin"
 
 
@@ -43,13 +45,15 @@ class Origins:
     def _refusal(self, headers: Headers) -> JSONResponse | None:
         origin = headers.get("origin")
         if origin is not None and "*" not in self._allowed and origin not in self._allowed:
-            return _refused(403, f"Origin {origin[:200]!r} may not use this server; its operator allows it by {FLAG}")
+            return closing_response(
+                403, f"Origin {origin[:200]!r} may not use this server; its operator allows it by {FLAG}"
+            )
         # A proxy in front may believe the other one of the two, and take a part of the body for the next request.
         if "transfer-encoding" in headers and "content-length" in headers:
-            return _refused(400, "the request has Transfer-Encoding and Content-Length; send one of them")
+            return closing_response(400, "the request has Transfer-Encoding and Content-Length; send one of them")
         host = headers.get("host", "")
         if self._hosts is not None and (name := _name_of(host)) not in self._hosts and not _is_this_machine(name):
-            return _refused(
+            return closing_response(
                 403,
                 f"Host {host[:200]!r} is not a name of this server, which serves this machine alone; use 127.0.0.1 or "
                 "localhost, or start it with --allow-host NAME",
@@ -68,8 +72,3 @@ def _is_this_machine(name: str) -> bool:
     parts = name.split(".")
     is_address = len(parts) == 4 and all(part.isascii() and part.isdecimal() for part in parts)
     return name in ("localhost", "::1", "") or (is_address and parts[0] == "127")
-
-
-def _refused(status: int, message: str) -> JSONResponse:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": error}, status, headers={"connection": "close"})

@@ -102,6 +102,25 @@ async def test_a_key_comes_in_either_header_without_the_prefix_of_its_protocol()
 
 
 @pytest.mark.parametrize(
+    "headers",
+    [
+        [("authorization", "Bearer key-1"), ("Authorization", "Bearer key-2")],
+        [("authorization", "Bearer key-1"), ("authorization", "Bearer key-1")],
+        [("x-api-key", "key-1"), ("X-API-Key", "key-2")],
+        [("authorization", "Bearer key-1"), ("x-api-key", "key-2")],
+    ],
+)
+async def test_a_request_that_names_two_keys_is_refused(headers: list[tuple[str, str]]) -> None:
+    """A proxy in front may have checked the key that the gateway does not use."""
+    async with client() as http:
+        response = await http.post("/", content=b'{"number": 1}', headers=headers)
+        assert response.status_code == 400 and response.headers["connection"] == "close"
+        assert "key-" not in response.json()["error"]["message"]
+        same = {"authorization": "Bearer key-1", "x-api-key": "key-1"}
+        assert (await http.post("/", content=b'{"number": 1}', headers=same)).json()["key"] == "key-1"
+
+
+@pytest.mark.parametrize(
     ("error", "status", "headers"),
     [
         (InvalidArgument("x"), 400, {}),

@@ -37,6 +37,7 @@ from control_plane.api.rpc.callers import Callers
 from control_plane.caller import THE_SERVER, Caller, acting_as, current_caller
 from control_plane.config import add_arguments, from_args
 from control_plane.errors import PermissionDenied, Unauthenticated, Unavailable
+from control_plane.scaler.v1 import externalscaler_pb2
 from control_plane.server import build
 from tests.control_plane.api.fakes import details
 from tests.control_plane.server_processes import checkpoint
@@ -103,8 +104,9 @@ def recording_handler(method: MethodDescriptor, seen: list[Caller]) -> Any:
             CLIENT_METHODS,
         ),
         (listeners.worker_server, WORKER_METHODS),
+        (listeners.scaler_server, methods_of(externalscaler_pb2)),
     ],
-    ids=["clients", "workers"],
+    ids=["clients", "workers", "scaler"],
 )
 async def test_handlers_of_every_method_know_their_caller(
     make_server: Callable[[], grpc.aio.Server], methods: dict[str, MethodDescriptor]

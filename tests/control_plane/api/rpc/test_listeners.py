@@ -8,8 +8,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
+from control_plane.api.health import HealthService
 from control_plane.api.rpc import listeners
 from control_plane.scheduler.types import FinishReason
 from tests.control_plane.api.fakes import Api, job_event
@@ -92,3 +94,27 @@ async def test_a_name_and_any_address_are_listened_on(host: str) -> None:
     server = listeners.worker_server()
     assert listeners.bind(server, f"{host}:0").startswith(f"{host}:")
     await server.stop(None)
+
+
+async def test_a_flood_of_calls_does_not_wait_for_every_method_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,000 bad calls at once held up a status of another key for more than a second."""
+    num_tasks: list[int] = []
+    wait = asyncio.wait
+
+    def counting(tasks: Any, **settings: Any) -> Any:
+        num_tasks.append(len(list(tasks)))
+        return wait(tasks, **settings)
+
+    monkeypatch.setattr(asyncio, "wait", counting)
+    server = listeners.client_server(
+        max_streams_per_connection=100, max_connections=100, max_concurrent_rpcs=100, write_timeout_s=30.0
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), listeners.OneQueue(server))
+    address = listeners.bind(server, "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="service: 'none' is not known"):  # what the handler responds
+            await stub.Check(health_pb2.HealthCheckRequest(service="none"), timeout=60)
+    await server.stop(None)
+    assert set(num_tasks) == {1}

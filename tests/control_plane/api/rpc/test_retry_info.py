@@ -28,7 +28,13 @@ REFUSALS = [cls for cls in every_class() if errors.status_of(cls.__new__(cls)).n
 NAMES_CODES = {"errors.py", "fleet/workers/endings.py"}
 # Files that end an RPC themselves, each with codes other than these: without a first message, of an unknown service. A
 # front end hands on how the control plane ended a call, details included.
-ENDS_RPCS = {"api/health.py", "api/rpc/interceptor.py", "fleet/service.py", "frontends/process.py"}
+ENDS_RPCS = {
+    "api/health.py",
+    "api/rpc/interceptor.py",
+    "fleet/service.py",
+    "frontends/process.py",
+    "scaler/v1/externalscaler_pb2_grpc.py",
+}
 
 
 def refusal(cls: type[errors.MotetError], retry_after_s: float) -> errors.MotetError:
