@@ -13,7 +13,7 @@ from motet.v1 import types_pb2
 from transformers import AutoModelForCausalLM
 
 from data_plane.engine.engine import TorchEngine
-from data_plane.engine.logprobs import LEAST_LOGPROB
+from data_plane.engine.sampling.logprobs import LEAST_LOGPROB
 from data_plane.errors import PlanRefused
 from data_plane.plan import RowLogprobs, RowSampling
 from tests.data_plane.engine.planner import array, make_plan

@@ -15,7 +15,7 @@ from motet.v1 import types_pb2
 
 from contract.sampling import PARAMETERS, Parameter
 from data_plane.engine.rows import Int64Array
-from data_plane.engine.token_history import TokenHistory
+from data_plane.engine.sampling.token_history import TokenHistory
 from data_plane.errors import PlanRefused
 from data_plane.plan import Float32Array, Int32Array, NewRow, RowSampling
 from kernels.devices import upload
@@ -136,17 +136,22 @@ class Sampler:
         self._histories = {self._vocab_size: own}
 
     def sample(
-        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        positions_there: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each of the rows, int64 [n] on the device, from its logits [n, vocab]; histories count it.
 
         The rows have vocabularies of one size.
 
         The second result, bool [n], says whether all logits of a row are finite; if not, its token means nothing.
-        positions [n] are the indices of the tokens in the rows' completions, from 0.
+        positions [n] are the indices of the tokens in the rows' completions, from 0; `positions_there` are the same on
+        the device, int64, where they are there already.
         """
         adjustments = self.adjustments(rows, positions) if self._is_adjusted[rows].any() else None
-        tokens, is_finite = sample_and_check(logits, self._draws(rows, positions), adjustments)
+        tokens, is_finite = sample_and_check(logits, self._draws(rows, positions, positions_there), adjustments)
         places = self._history_place[rows]
         if (places >= 0).any():
             history = self._histories[logits.shape[1]]
@@ -179,12 +184,16 @@ class Sampler:
         if num_tokens != self._vocab_size and history.num_held == 0:
             del self._histories[num_tokens]
 
-    def _draws(self, rows: Int64Array, positions: Int64Array) -> SamplingRows | None:
+    def _draws(
+        self, rows: Int64Array, positions: Int64Array, positions_there: torch.Tensor | None
+    ) -> SamplingRows | None:
         key = rows.tobytes()
         if self._last_draws is None or self._last_draws[0] != key:
             self._last_draws = (key, self._settings(rows))
         settings = self._last_draws[1]
-        return None if settings is None else replace(settings, position=self._tensor(positions))
+        if settings is None:
+            return None
+        return replace(settings, position=self._tensor(positions) if positions_there is None else positions_there)
 
     def _settings(self, rows: Int64Array) -> SamplingRows | None:
         """Sampling settings of `rows`, with every position set to 0. None if all rows are greedy."""

@@ -1,0 +1,77 @@
+"""Tokens and log-probabilities of a step's rows from its logits. Rows with vocabularies of one size go together."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from data_plane.constraints.masks import Masks, forbid, maskable
+from data_plane.engine.rows import Int64Array, Rows
+from data_plane.engine.sampling.logprobs import LogprobsRequest, compute_logprobs
+from data_plane.engine.sampling.sampler import Sampler
+from data_plane.plan import RowLogprobs
+from kernels.devices import upload
+
+
+class Draws:
+    """Draws for the rows of an engine."""
+
+    def __init__(self, rows: Rows, sampler: Sampler) -> None:
+        self._rows = rows
+        self._sampler = sampler
+
+    def draw(
+        self, logits: torch.Tensor, sampled: Int64Array, masks: Masks | None, index_there: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, whether the logits are finite (see Sampler.sample), and the logits whose log-probabilities are
+        returned. Nothing waits for the device. `index_there`: see StepBatch.completion_index."""
+        positions = self._rows.num_known[sampled] - self._rows.num_prompt[sampled]
+        num_tokens = self._rows.num_tokens[sampled]
+        logits = logits if masks is None else maskable(logits)
+        returned, were_finite = logits, None
+        if masks is not None:
+            self._sampler.lift_bans(masks.lifted)
+            if (self._sampler.num_logprobs[sampled[masks.indices]] >= 0).any():
+                returned = logits.to(torch.float32, copy=True)
+            were_finite = forbid(logits, masks)
+        if (num_tokens == logits.shape[1]).all():
+            groups = [(np.arange(len(sampled)), logits)]
+        else:
+            groups = [(at, logits[upload(at, logits.device), :size]) for size, at in _by_size(num_tokens)]
+        tokens = torch.zeros(len(sampled), dtype=torch.int64, device=logits.device)
+        finite = torch.zeros(len(sampled), dtype=torch.bool, device=logits.device)
+        for indices, own in groups:
+            rows, at = sampled[indices], positions[indices]
+            processed = self._sampler.processed_logits(own, rows, at)
+            if processed is not None:
+                if returned is logits:
+                    returned = logits.to(torch.float32, copy=True)
+                returned[upload(indices[processed[0]], logits.device), : own.shape[1]] = processed[1]
+            drawn = self._sampler.sample(own, rows, at, index_there if len(groups) == 1 else None)
+            if len(groups) == 1:
+                tokens, finite = drawn
+            else:
+                there = upload(indices, logits.device)
+                tokens[there], finite[there] = drawn
+        if masks is not None and were_finite is not None:
+            finite[upload(masks.indices, logits.device)] &= were_finite
+        return tokens, finite, returned
+
+    def logprobs(self, logits: torch.Tensor, requests: list[LogprobsRequest]) -> list[RowLogprobs]:
+        """compute_logprobs, over the vocabulary of each request's row. Waits for the device."""
+        num_tokens = self._rows.num_tokens[np.array([request.row for request in requests], dtype=np.int64)]
+        if (num_tokens == logits.shape[1]).all():
+            return compute_logprobs(logits, requests)
+        counts = np.array([len(request.token_ids) for request in requests])
+        groups = np.repeat(np.arange(len(requests)), counts)
+        found: list[RowLogprobs] = []
+        for size, indices in _by_size(num_tokens):
+            there = upload(np.flatnonzero(np.isin(groups, indices)), logits.device)
+            found += compute_logprobs(logits[there, :size], [requests[index] for index in indices.tolist()])
+        order = {request.row: index for index, request in enumerate(requests)}
+        return sorted(found, key=lambda part: order[part.row])
+
+
+def _by_size(num_tokens: Int64Array) -> list[tuple[int, Int64Array]]:
+    """Sizes of vocabularies, each with the indices that have it."""
+    return [(size, np.flatnonzero(num_tokens == size)) for size in np.unique(num_tokens).tolist()]
