@@ -41,7 +41,7 @@ Record = Callable[[], AbstractContextManager[Sequence[NativeRun]]]
 
 
 class StepProfile:
-    """Collects from `start` on. Belongs to the compute thread."""
+    """Collects from `start` on, which the compute thread calls. One thread at a time calls the others."""
 
     def __init__(self, num_steps: int, path: Path, record: Record) -> None:
         """`record` opens the recording of native runs."""
@@ -53,6 +53,7 @@ class StepProfile:
         self._num_ended = 0
         self._collecting = ExitStack()
         self._is_started = False
+        self._compute_thread = 0
         self._writer: threading.Thread | None = None
 
     def start(self) -> None:
@@ -60,6 +61,7 @@ class StepProfile:
         if self._is_started:
             return
         self._is_started = True
+        self._compute_thread = threading.get_ident()
         self._collecting.enter_context(collecting(self._spans.append))
         self._runs = self._collecting.enter_context(self._record())
         logger.info("profile started steps=%d path=%s", self._num_steps, self._path)
@@ -72,7 +74,7 @@ class StepProfile:
         self._num_ended += 1
         if self._num_ended == self._num_steps:
             self._collecting.close()
-            events = trace_events(self._spans, self._runs, threading.get_ident(), os.getpid())
+            events = trace_events(self._spans, self._runs, self._compute_thread, os.getpid())
             # Beside the compute thread: the next step does not wait for the disk.
             self._writer = threading.Thread(target=self._write, args=(events,), name="profile-writer")
             self._writer.start()

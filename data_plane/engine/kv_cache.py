@@ -1,13 +1,9 @@
-"""The paged KV cache of all layers, and how many blocks the machine has room for."""
+"""The paged KV cache of all layers."""
 
 from __future__ import annotations
 
-import gc
-import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,14 +14,6 @@ from data_plane.plan import Int32Array
 from kernels.copy_blocks import copy_blocks
 from kernels.devices import upload
 from kernels.fp8 import FP8, KVScale, fp8_refusal
-
-logger = logging.getLogger(__name__)
-
-# The KV cache's share of the memory left by weights and arena. The rest is for activations, logits and the histories of
-# rows with penalties (4 bytes for each row and token of the vocabulary: 131 MB for 256 rows of 128 256, half as much
-# again while the table grows), and on the CPU for the machine's other processes.
-CPU_SHARE = 0.4
-CUDA_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,65 +105,3 @@ class KVCache:
                 codes[index] = blocks.masked_fill_(blocks & 127 == 127, 0)
             else:
                 cache[index] = cache[index].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def free_host_bytes() -> int:
-    """Memory that this process may still take: the machine's available memory, or less if a cgroup limits it."""
-    free = _available_bytes()
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int((root / "memory.current").read_text()))
-    except (OSError, ValueError):
-        logger.debug("no cgroup memory limit to read")
-    return max(free, 0)
-
-
-def _available_bytes() -> int:
-    """Linux's estimate of the memory available without swapping; on other systems half of the machine's memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def free_bytes_on(device: torch.device, free_bytes: Callable[[], int] = free_host_bytes) -> int:
-    """Memory that is free for blocks and adapters on the device.
-
-    On a GPU torch first gives back what it keeps of freed tensors: loading leaves gigabytes of separate weights there
-    that were fused into one, and the device counts them as used.
-    """
-    if device.type != "cuda":
-        return free_bytes()
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
-
-
-def fitting_blocks(
-    bytes_per_block: int,
-    *,
-    arena_bytes: int,
-    host_kv_bytes: int,
-    device: torch.device,
-    most: int,
-    table_bytes: int = 0,
-    free_bytes: Callable[[], int] = free_host_bytes,
-) -> int:
-    """Blocks that free memory holds beside the arena with its slot table; at most `most`.
-
-    On the CPU also beside the swapped-out blocks. Raises ConfigError if not one fits.
-    """
-    free, share = free_bytes_on(device, free_bytes), CPU_SHARE
-    if device.type == "cuda":
-        share, host_kv_bytes = CUDA_SHARE, 0
-    num_blocks = int(max(free - arena_bytes - table_bytes - host_kv_bytes, 0) * share) // bytes_per_block
-    if num_blocks < 1:
-        also = f" and --host-kv-bytes {host_kv_bytes}" if host_kv_bytes else ""
-        raise ConfigError(
-            f"--num-blocks: {free} bytes are free and --arena-bytes takes {arena_bytes}{also}; no KV block of "
-            f"{bytes_per_block} bytes fits; lower --arena-bytes{' or --host-kv-bytes' if host_kv_bytes else ''}"
-        )
-    return min(num_blocks, most)

@@ -14,7 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from data_plane.engine.build import build_engine
 from data_plane.engine.host_blocks import HostBlocks
-from data_plane.engine.kv_cache import CPU_SHARE, KVCache, KVFormat, fitting_blocks
+from data_plane.engine.kv_cache import KVCache, KVFormat
 from data_plane.errors import ConfigError
 from kernels.fp8 import FP8, FP8_MAX
 from tests.data_plane.engine.planner import Job, Planner, array
@@ -117,18 +117,3 @@ def test_fp8_on_a_gpu_that_cannot_read_it_is_refused_by_its_flag(monkeypatch: py
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: A100 .*; use auto"):
         KVFormat.of("fp8", torch.bfloat16, torch.device("cuda"))
     assert KVFormat.of("auto", torch.bfloat16, torch.device("cuda")) == KVFormat(torch.bfloat16)
-
-
-def test_blocks_from_free_memory_leave_room_for_the_arena_and_on_a_cpu_for_swapped_out_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    num_blocks = fitting_blocks(10, arena_bytes=200, host_kv_bytes=300, device=CPU, most=1000, free_bytes=lambda: 1000)
-    assert num_blocks == int(500 * CPU_SHARE) // 10
-    sizes = {"arena_bytes": 100, "table_bytes": 100, "host_kv_bytes": 300}
-    assert num_blocks == fitting_blocks(10, **sizes, device=CPU, most=1000, free_bytes=lambda: 1000)
-    # What loading left in torch's cache counts as used until it is given back.
-    free = [400]
-    monkeypatch.setattr("torch.cuda.empty_cache", lambda: free.append(1000))
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free[-1], 2000))
-    on_gpu = torch.device("cuda", 0)
-    assert fitting_blocks(10, arena_bytes=200, host_kv_bytes=300, device=on_gpu, most=1000) == 68
