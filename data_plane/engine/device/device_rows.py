@@ -1,0 +1,110 @@
+"""The rows' state on the device, for steps in which every row feeds one token.
+
+`Rows` on the host owns the state. Of the rows of a step, what the device does not have yet goes there in one upload.
+A step advances both copies by the same rule, so that a steady step uploads appended blocks alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from data_plane.engine.rows import Int64Array, Rows
+from kernels.devices import upload
+from kernels.row_state import DecodeInputs, RowState, decode_inputs, store_tokens
+
+
+class DeviceRows:
+    """State by row number. Belongs to the compute thread."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self._rows = rows
+        self._device = device
+        max_rows, max_blocks = rows.block_table.shape
+        width = _padded(max_blocks)  # Triton compiles a kernel anew for rows that are not at multiples of 16 bytes
+        # One tensor, so that one scatter brings every kind of change.
+        self._whole = torch.zeros(2 * _padded(max_rows) + max_rows * width, dtype=torch.int32, device=device)
+        self._prompt_at, self._tables_at, self._width = _padded(max_rows), 2 * _padded(max_rows), width
+        self.state = RowState(
+            torch.zeros(max_rows, dtype=torch.int64, device=device),
+            self._whole[:max_rows],
+            self._whole[self._prompt_at : self._prompt_at + max_rows],
+            self._whole[self._tables_at :].view(max_rows, width),
+        )
+        # What the device has of each row: of which row by this number, its computed tokens and its blocks.
+        self._begun = np.full(max_rows, -1, dtype=np.int64)
+        self._num_computed = np.zeros(max_rows, dtype=np.int64)
+        self._num_blocks = np.zeros(max_rows, dtype=np.int64)
+        self._row_ids: tuple[bytes, torch.Tensor] = (b"", torch.zeros(0, dtype=torch.int32, device=device))
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """int64 [max_rows]: what each row feeds next."""
+        return self.state.last_tokens
+
+    @property
+    def block_size(self) -> int:
+        return self._rows.block_size
+
+    def begin_step(self, decoding: Int64Array) -> tuple[torch.Tensor, DecodeInputs]:
+        """The rows, int32 [n] on the device, and what a step of them reads. The device's copy is advanced by it."""
+        row_ids = self.advance(decoding)
+        return row_ids, decode_inputs(self.state, row_ids, self.block_size)
+
+    def advance(self, decoding: Int64Array) -> torch.Tensor:
+        """The rows, int32 [n] on the device, the same tensor while they are the same. What the device lacks of them is
+        there then; the caller queues `decode_inputs` for them, which advances the device's copy."""
+        row_ids = self._update(decoding)
+        self._num_computed[decoding] += 1
+        return row_ids
+
+    def end_step(self, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
+        """These rows, int32 [n], feed these tokens next, int64 [n]; both on the device."""
+        store_tokens(self.state.last_tokens, row_ids, tokens)
+
+    def clear(self) -> None:
+        """Every row was forgotten."""
+        self._begun[:] = -1
+
+    def _update(self, decoding: Int64Array) -> torch.Tensor:
+        """Bring the device up to date for these rows. Their numbers on the device."""
+        places, values = self._differences(decoding)
+        key = decoding.tobytes()
+        is_other = self._row_ids[0] != key
+        if not is_other and len(places) == 0:
+            return self._row_ids[1]
+        row_ids = decoding if is_other else decoding[:0]
+        at = _padded(len(row_ids))
+        packed = np.zeros(at + 2 * len(places), dtype=np.int32)
+        packed[: len(row_ids)] = row_ids
+        packed[at : at + len(places)] = places
+        packed[at + len(places) :] = values
+        there = upload(packed, self._device)
+        if len(places):
+            self._whole.index_copy_(0, there[at : at + len(places)].long(), there[at + len(places) :])
+        if is_other:
+            self._row_ids = (key, there[: len(row_ids)])
+        return self._row_ids[1]
+
+    def _differences(self, decoding: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Places in the whole, and their values, that the device does not have of these rows."""
+        rows = self._rows
+        is_new = self._begun[decoding] != rows.begun[decoding]
+        computed = rows.num_computed[decoding]
+        moved = decoding[is_new | (self._num_computed[decoding] != computed)]
+        new = decoding[is_new]
+        first = np.where(is_new, 0, self._num_blocks[decoding])
+        counts = rows.num_row_blocks[decoding] - first
+        owners = np.repeat(decoding, counts)
+        columns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        self._begun[new] = rows.begun[new]
+        self._num_computed[decoding] = computed
+        self._num_blocks[decoding] = rows.num_row_blocks[decoding]
+        places = [moved, self._prompt_at + new, self._tables_at + owners * self._width + columns]
+        values = [rows.num_computed[moved], rows.num_prompt[new], rows.block_table[owners, columns].astype(np.int64)]
+        return np.concatenate(places), np.concatenate(values)
+
+
+def _padded(count: int) -> int:
+    """Elements of int32 that end at a multiple of 16 bytes."""
+    return -(-count // 4) * 4

@@ -1,0 +1,61 @@
+"""Records an engine's decode steps as CUDA graphs before it serves, where its model and settings allow it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from contract.process_log import shown
+from data_plane.config import WorkerConfig
+from data_plane.engine.device.step_graphs import CudaRecorder, Recorder
+from data_plane.engine.engine import TorchEngine
+from data_plane.errors import ConfigError
+from data_plane.layers.lora_experts import LoraExperts
+from kernels.devices import has_triton
+
+logger = logging.getLogger(__name__)
+
+# What KV blocks leave for graphs. They share one pool, as large as the largest step that is recorded.
+GRAPH_BYTES = 512 << 20
+
+
+def record_graphs(engine: TorchEngine, config: WorkerConfig, recorder: Recorder | None = None) -> bool:
+    """Record what --cuda-graphs names; whether anything was recorded. `recorder`: None for CUDA's.
+
+    With "auto" an engine that cannot be recorded goes on without graphs, and the reason is logged. Raises ConfigError
+    where numbers of rows are named and cannot be recorded, and where there is no memory.
+    """
+    device_type = engine.kv_cache.keys[0].device.type
+    sizes = config.graph_sizes("cuda" if recorder is not None else device_type)
+    if not sizes:
+        return False
+    reason = _why_not(engine, config, device_type if recorder is None else "cuda")
+    if reason is None:
+        try:
+            logger.info("recording graphs", extra=shown("recording the steps that decode"))
+            engine.decode_steps.record(recorder or CudaRecorder(), sizes, has_adapters=config.arena_bytes > 0)
+            return True
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"--cuda-graphs {config.cuda_graphs}: no memory to record them; lower --memory-utilization, or give "
+                f"--cuda-graphs off: {error}"
+            ) from error
+        except RuntimeError as error:  # torch has no narrower one for what cannot be captured
+            reason = f"a step of this model cannot be recorded: {error}"
+    if config.cuda_graphs != "auto":
+        raise ConfigError(f"--cuda-graphs {config.cuda_graphs}: {reason}; give --cuda-graphs off")
+    logger.warning("decode steps are not recorded as CUDA graphs: %s", reason)
+    return False
+
+
+def _why_not(engine: TorchEngine, config: WorkerConfig, device_type: str) -> str | None:
+    if device_type != "cuda":
+        return "there is no CUDA device"
+    if not has_triton():
+        return "triton is not installed"
+    if config.speculative != "off":
+        return f"steps with --speculative {config.speculative} are built on the host"
+    if any(isinstance(module, LoraExperts) for module in engine.model.model.modules()):
+        return "the model has experts, whose launches follow the tokens"
+    return None

@@ -1,0 +1,183 @@
+"""Decode steps as graphs: their launches are recorded once for each key and replayed as one.
+
+What is launched, with which sizes and over which memory, follows from the key alone. A graph reads the numbers of its
+rows and the adapters of its tokens from tensors that stay, and everything else from the rows' state on the device. Rows
+behind those of the step are -1 and change nothing, so that a graph serves any smaller step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from data_plane.adapters.step.adapter_steps import AdapterSteps
+from data_plane.adapters.step.lora_step import LoraStep, LoraTier
+from data_plane.engine.device.device_rows import DeviceRows
+from data_plane.engine.rows import Int64Array
+from data_plane.plan import Int32Array
+from kernels.devices import upload
+from kernels.row_state import DecodeInputs, decode_inputs
+
+logger = logging.getLogger(__name__)
+
+# What a step's adapters may be for a graph to serve it. The greatest rank decides how the kernels are tiled.
+TIERS = (LoraTier(16, 16), LoraTier(16, 64), LoraTier(64, 16), LoraTier(64, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """Which graph."""
+
+    num_rows: int  # at most so many in a step
+    tier: LoraTier | None  # None: the base model
+
+
+Forward = Callable[[torch.Tensor, DecodeInputs, LoraStep | None], torch.Tensor]
+
+
+class Graph(Protocol):
+    """One recorded step."""
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [num_rows, vocab] and completion_index int64 [num_rows], of the last replay."""
+        ...
+
+    def replay(self) -> None:
+        """Queue the launches again."""
+        ...
+
+
+class Recorder(Protocol):
+    """Makes graphs."""
+
+    def record(self, body: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Graph:
+        """The launches of `body`, whose results lie in the same memory after each replay."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, body: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Graph:
+        """See Recorder. Runs `body` once before, so that every kernel is compiled and loaded."""
+        body()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Loader threads may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = body()
+        return _CudaGraph(graph, outputs)
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.outputs = outputs
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class StepGraphs:
+    """The graphs of one engine. Belongs to the compute thread."""
+
+    def __init__(
+        self, device_rows: DeviceRows, steps: AdapterSteps, forward: Forward, recorder: Recorder, sizes: Sequence[int]
+    ) -> None:
+        """`forward` computes the logits of a step from the rows (int32 [n]), their inputs and adapters."""
+        self._device_rows = device_rows
+        self._steps = steps
+        self._forward = forward
+        self._recorder = recorder
+        self._sizes = sorted(sizes)
+        self._graphs: dict[GraphKey, Graph] = {}
+        # What graphs read. Behind the rows of the step there are none.
+        device = device_rows.last_tokens.device
+        self._row_ids, self._token_slots = (
+            torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=device) for _ in range(2)
+        )
+        self._rows_there: torch.Tensor | None = None  # copied into the first one
+        self._slots_there = b""  # in the second one
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """Of the graphs that were recorded."""
+        return list(self._graphs)
+
+    def record_all(self, *, has_adapters: bool) -> None:
+        """Record the base model's graphs, and those of adapters if there may be any. The largest come first, so that
+        smaller ones find room in the memory that they share."""
+        started_s = time.perf_counter()
+        for size in reversed(self._sizes):
+            for tier in (None, *(TIERS if has_adapters else ())):
+                if tier is None or tier.max_adapters <= max(size, TIERS[0].max_adapters):
+                    self._record(GraphKey(size, tier))
+        logger.info("graphs recorded number=%d time_s=%.1f", len(self._graphs), time.perf_counter() - started_s)
+
+    def find(self, num_rows: int, token_slots: Int32Array) -> GraphKey | None:
+        """The smallest graph that serves a step of so many rows with these adapters; None: none does.
+
+        token_slots is int32 [num_rows] on the host, -1 for no adapter.
+        """
+        size = next((size for size in self._sizes if size >= num_rows), None)
+        if size is None:
+            return None
+        slots = np.unique(token_slots[token_slots >= 0]).astype(np.intp)
+        if len(slots) == 0:
+            key = GraphKey(size, None)
+            return key if key in self._graphs else None
+        if (needed := self._steps.tier_of(slots)) is None:
+            return None
+        plain = replace(needed, has_vectors=False)
+        fitting = [tier for tier in TIERS if tier.serves(plain) and GraphKey(size, tier) in self._graphs]
+        if not fitting:
+            return None
+        key = GraphKey(size, replace(fitting[0], has_vectors=needed.has_vectors))
+        if key not in self._graphs:
+            # Few adapters have vectors: such a graph is recorded when the first of them decodes.
+            self._record(key)
+        return key
+
+    def run(
+        self, key: GraphKey, decoding: Int64Array, token_slots: Int32Array
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queue the step of these rows: logits [n, vocab], completion_index int64 [n], and the rows int32 [n]. The
+        logits are valid until the next run."""
+        count = len(decoding)
+        row_ids = self._device_rows.advance(decoding)
+        if row_ids is not self._rows_there:
+            self._row_ids[:count] = row_ids
+            self._row_ids[count:] = -1
+            self._rows_there = row_ids
+        if key.tier is not None and token_slots.tobytes() != self._slots_there:
+            self._token_slots[:count] = upload(token_slots, self._token_slots.device)
+            self._token_slots[count:] = -1
+            self._slots_there = token_slots.tobytes()
+        graph = self._graphs[key]
+        graph.replay()
+        logits, completion_index = graph.outputs
+        return logits[:count], completion_index[:count], row_ids
+
+    def _record(self, key: GraphKey) -> None:
+        """Without a row: nothing is written while the graph is recorded."""
+        self._row_ids.fill_(-1)
+        self._token_slots.fill_(-1)
+        self._rows_there, self._slots_there = None, b""
+        row_ids, token_slots = self._row_ids[: key.num_rows], self._token_slots[: key.num_rows]
+
+        def body() -> tuple[torch.Tensor, torch.Tensor]:
+            inputs = decode_inputs(self._device_rows.state, row_ids, self._device_rows.block_size)
+            lora = None if key.tier is None else self._steps.begin_tier(token_slots, key.tier)
+            return self._forward(row_ids, inputs, lora), inputs.completion_index
+
+        self._graphs[key] = self._recorder.record(body)

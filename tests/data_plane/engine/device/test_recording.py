@@ -1,0 +1,86 @@
+"""When decode steps are recorded as graphs, and what is said where they cannot be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_plane.config import GRAPH_SIZES
+from data_plane.engine.device.recording import record_graphs
+from data_plane.engine.device.step_graphs import Graph
+from data_plane.engine.engine import TorchEngine
+from data_plane.errors import ConfigError
+from tests.data_plane.engine.device.reruns import Reruns
+from tests.data_plane.engine.test_oracle import worker_config
+
+
+class Failing:
+    """A recorder that fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def record(self, body: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Graph:
+        raise self._error
+
+
+def fresh(engine: TorchEngine) -> TorchEngine:
+    return TorchEngine(engine.model, engine.kv_cache, engine.arena, engine.capacities, decodes_on_device=True)
+
+
+def test_graphs_are_recorded_for_the_rows_that_are_named(
+    engine: TorchEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_plane.adapters.step.adapter_steps.runs_triton", lambda tensor: True)
+    there = fresh(engine)
+    config = worker_config(checkpoint, cuda_graphs="4,1", arena_bytes=0)
+    assert record_graphs(there, config, Reruns())
+    assert there.decode_steps.graphs is not None
+    assert [(key.num_rows, key.tier) for key in there.decode_steps.graphs.keys] == [(4, None), (1, None)]
+
+
+def test_a_cpu_records_nothing_and_refuses_numbers_of_rows(engine: TorchEngine, checkpoint: Path) -> None:
+    for value in ("auto", "off"):
+        assert not record_graphs(engine, worker_config(checkpoint, cuda_graphs=value))
+    assert engine.decode_steps.graphs is None
+    with pytest.raises(ConfigError, match="--cuda-graphs 8: there is no CUDA device; give --cuda-graphs off"):
+        record_graphs(engine, worker_config(checkpoint, cuda_graphs="8"))
+
+
+def test_a_step_that_cannot_be_recorded_is_served_without_a_graph(
+    engine: TorchEngine, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing(RuntimeError("operation not permitted when stream is capturing"))
+    with caplog.at_level(logging.WARNING):
+        assert not record_graphs(engine, worker_config(checkpoint), failing)
+    assert "not recorded as CUDA graphs: a step of this model cannot be recorded: operation not" in caplog.text
+    assert engine.decode_steps.graphs is None
+    with pytest.raises(ConfigError, match="--cuda-graphs 8: a step of this model cannot be recorded"):
+        record_graphs(engine, worker_config(checkpoint, cuda_graphs="8"), failing)
+    with pytest.raises(ConfigError, match="no memory to record them; lower --memory-utilization"):
+        record_graphs(engine, worker_config(checkpoint), Failing(torch.OutOfMemoryError("40 GiB")))
+
+
+def test_speculation_builds_its_steps_on_the_host(engine: TorchEngine, checkpoint: Path) -> None:
+    config = worker_config(checkpoint, cuda_graphs="8", speculative="ngram")
+    with pytest.raises(ConfigError, match="steps with --speculative ngram are built on the host"):
+        record_graphs(engine, config, Reruns())
+
+
+@pytest.mark.parametrize("value", ["on", "0", "8,", "1,300", "-1", "1.5"])
+def test_other_values_are_refused(checkpoint: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match="is not auto, off or numbers of rows from 1 to --max-rows 256"):
+        worker_config(checkpoint, cuda_graphs=value, max_rows=256)
+
+
+def test_sizes_end_with_the_rows_that_a_worker_has(checkpoint: Path) -> None:
+    assert worker_config(checkpoint, max_rows=256).graph_sizes("cuda") == GRAPH_SIZES
+    assert worker_config(checkpoint, max_rows=20).graph_sizes("cuda") == (1, 2, 4, 8, 16, 20)
+    assert worker_config(checkpoint, max_rows=1).graph_sizes("cuda") == (1,)
+    assert worker_config(checkpoint, max_rows=512).graph_sizes("cuda")[-1] == 256
+    assert worker_config(checkpoint, cuda_graphs="8,1,8").graph_sizes("cuda") == (1, 8)
+    assert worker_config(checkpoint).graph_sizes("cpu") == ()

@@ -1,0 +1,118 @@
+"""Graphs of decode steps: which one serves a step, and the tokens of replayed steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from control_plane.registry.model.base_model import BaseModel
+from data_plane.adapters.step.lora_step import LoraTier
+from data_plane.engine.build import build_engine
+from data_plane.engine.device.step_graphs import TIERS, GraphKey, StepGraphs
+from data_plane.engine.engine import TorchEngine
+from data_plane.plan import RowSampling
+from kernels import native
+from tests.data_plane.engine.device.reruns import Reruns
+from tests.data_plane.engine.planner import GREEDY, Job, Planner, array
+from tests.data_plane.engine.test_engine import PROMPT
+from tests.data_plane.engine.test_oracle import worker_config
+from tests.e2e.scheduled import ingested
+from tests.makers import make_adapter
+
+DRAWN = RowSampling(temperature=0.9, top_k=50, top_p=0.95, seed=7)
+ADAPTERS: tuple[dict[str, Any], ...] = ({"rank": 4}, {"rank": 8}, {"rank": 4, "use_dora": True}, {"rank": 20})
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
+    """With adapters in slots 0 to 3: of ranks 4 and 8, one with DoRA, one of rank 20. Without native code."""
+    usual = native.settings()
+    engine = build_engine(worker_config(checkpoint, native_code="off", num_blocks=64))
+    base_model = BaseModel.load(checkpoint)
+    for slot, form in enumerate(ADAPTERS):
+        folder = tmp_path_factory.mktemp("adapters") / str(slot)
+        packed = ingested(make_adapter(folder, checkpoint, seed=slot, **form), base_model)
+        engine.slots.load(slot, 1, packed.info.digest, packed)
+    yield engine
+    native.configure(usual)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are grouped by adapter as on a GPU."""
+    monkeypatch.setattr("data_plane.adapters.step.adapter_steps.runs_triton", lambda tensor: True)
+
+
+def with_graphs(plain: TorchEngine, recorder: Reruns, sizes: Sequence[int]) -> tuple[TorchEngine, StepGraphs]:
+    engine = TorchEngine(plain.model, plain.kv_cache, plain.arena, plain.capacities, decodes_on_device=True)
+    engine.decode_steps.record(recorder, sizes, has_adapters=True)
+    graphs = engine.decode_steps.graphs
+    assert graphs is not None
+    return engine, graphs
+
+
+def jobs(slots: Sequence[int | None], sampling: RowSampling) -> list[Job]:
+    return [
+        Job(PROMPT[: 3 + index % 4], 12 + index % 3, slot=slot, generation=slot is not None, sampling=sampling)
+        for index, slot in enumerate(slots)
+    ]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("slots", [[None] * 5, [0, 1, None, 0, 1], [2, None, 1], [3, 0]], ids=str)
+def test_replayed_steps_have_the_tokens_of_steps_that_are_not(
+    plain: TorchEngine, as_on_a_gpu: None, slots: list[int | None], sampling: RowSampling
+) -> None:
+    """Among them steps with fewer rows than their graph, and rows that are preempted."""
+    recorder = Reruns()
+    engine, graphs = with_graphs(plain, recorder, (2, 4))
+    expected, found = jobs(slots, sampling), jobs(slots, sampling)
+    Planner(plain, chunk=3, max_running=4).run(expected, preempt_at=5)
+    Planner(engine, chunk=3, max_running=4).run(found, preempt_at=5)
+    assert [job.tokens for job in found] == [job.tokens for job in expected]
+    assert recorder.num_replays > 2
+    has_vectors = any(key.tier is not None and key.tier.has_vectors for key in graphs.keys)
+    assert has_vectors == (2 in slots), "recorded when the first adapter with vectors decodes"
+
+
+def test_recording_changes_no_row_and_no_kv(plain: TorchEngine, as_on_a_gpu: None) -> None:
+    before = [cache.clone() for cache in plain.kv_cache.tensors]
+    with_graphs(plain, Reruns(), (1, 2))
+    assert all(torch.equal(*pair) for pair in zip(plain.kv_cache.tensors, before, strict=True))
+
+
+def slots_of(*slots: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return array(list(slots))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "slots", "key"),
+    [
+        (1, (-1,), GraphKey(1, None)),
+        (3, (-1, -1, -1), GraphKey(4, None)),
+        (5, (-1,) * 5, None),  # more rows than any graph
+        (2, (0, -1), GraphKey(2, TIERS[0])),
+        (2, (1, 0), GraphKey(2, TIERS[0])),
+        (2, (3, 0), GraphKey(2, TIERS[1])),  # rank 20
+        (1, (2,), GraphKey(1, replace(TIERS[0], has_vectors=True))),
+    ],
+)
+def test_the_smallest_graph_that_serves_a_step_is_found(
+    plain: TorchEngine, as_on_a_gpu: None, num_rows: int, slots: tuple[int, ...], key: GraphKey | None
+) -> None:
+    _, graphs = with_graphs(plain, Reruns(), (1, 2, 4))
+    assert graphs.find(num_rows, slots_of(*slots)) == key
+
+
+def test_tiers_serve_what_needs_no_more() -> None:
+    tier = LoraTier(16, 16)
+    assert tier.serves(LoraTier(1, 16)) and tier.serves(LoraTier(16, 1))
+    assert not tier.serves(LoraTier(17, 16)) and not tier.serves(LoraTier(1, 17))
+    assert not tier.serves(LoraTier(1, 1, has_vectors=True))
+    assert replace(tier, has_vectors=True).serves(LoraTier(1, 1))
