@@ -73,7 +73,7 @@ def bounds_ms(shape: ModelShape, itemsize: int, work: Work, rates: Rates) -> dic
     weights = sum(num_in * num_out for num_in, num_out in layers)
     head_weights = head[0] * head[1]
     head_dim = shape.hidden_size // shape.num_heads
-    per_rank = _lora_width(shape) * shape.num_layers
+    per_rank = lora_width(shape) * shape.num_layers
     kv_width = 2 * shape.num_kv_heads * head_dim * shape.num_layers
     passes = 8 * shape.hidden_size + 2 * (shape.num_heads * head_dim + 2 * shape.num_kv_heads * head_dim)
     passes += 3 * shape.intermediate_size
@@ -97,7 +97,7 @@ def bounds_ms(shape: ModelShape, itemsize: int, work: Work, rates: Rates) -> dic
     }
 
 
-def _lora_width(shape: ModelShape) -> int:
+def lora_width(shape: ModelShape) -> int:
     """Inputs and outputs of the seven linears of a layer: values of an adapter for each rank."""
     kv = shape.num_kv_heads * (shape.hidden_size // shape.num_heads)
     return 4 * shape.hidden_size + 2 * (shape.hidden_size + kv) + 3 * (shape.hidden_size + shape.intermediate_size)

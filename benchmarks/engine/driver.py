@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from control_plane.registry.peft.ingest import ingest
 from data_plane.config import WorkerConfig
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
-from data_plane.plan import NewRow, RowSampling, StepPlan
+from data_plane.plan import NewRow, PendingStep, RowSampling, StepOutput, StepPlan
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 MAX_ADAPTER_BYTES = 1 << 30
+PLAN_DEPTH = 2  # steps under way at once, as by default in a control plane
 
 
 def make_engine(
@@ -100,6 +102,16 @@ class Driver:
         """One step in which every row decodes."""
         self._execute(StepPlan(self._next()))
 
+    def decode_ahead(self, num_steps: int) -> None:
+        """Steps in which every row decodes, each submitted while the one before is under way, as a worker does."""
+        under_way: deque[PendingStep] = deque()
+        for _ in range(num_steps):
+            under_way.append(self.engine.submit(StepPlan(self._next())))
+            if len(under_way) == PLAN_DEPTH:
+                self._check(under_way.popleft().wait())
+        while under_way:
+            self._check(under_way.popleft().wait())
+
     def prefill(self, num_tokens: int, num_adapters: int) -> None:
         """One step that computes a prompt of so many tokens; `end` before the next."""
         num_blocks = -(-(num_tokens + 1) // self.engine.capacities.block_size)
@@ -134,5 +146,7 @@ class Driver:
         return self._step_id
 
     def _execute(self, plan: StepPlan) -> None:
-        output = self.engine.execute(plan)
-        assert len(output.failed_rows) == 0, f"step {plan.step_id}: rows whose logits are not finite"
+        self._check(self.engine.execute(plan))
+
+    def _check(self, output: StepOutput) -> None:
+        assert len(output.failed_rows) == 0, f"step {output.step_id}: rows whose logits are not finite"

@@ -56,8 +56,12 @@ class Lanes:
             self._slow.submit(task)
 
     def now_s(self) -> float:
-        """Time by which tasks are slow or quick, seconds from any beginning."""
+        """The time, seconds from any beginning."""
         return time.perf_counter()
+
+    def cpu_s(self) -> float:
+        """CPU time of the thread that calls, seconds from any beginning."""
+        return time.thread_time()
 
     def notify(self) -> None:
         """Let `wait` look at its condition again."""

@@ -43,19 +43,47 @@ def forbid(logits: torch.Tensor, masks: Masks) -> torch.Tensor:
     Returns whether the logits of the masked rows were finite before, bool [number of masked rows].
     """
     assert logits.dtype != torch.float16, "float16 cannot hold the logit of a token that is not allowed"
+    if not logits.is_cuda:
+        return _forbid_on_cpu(logits, masks)
     vocab_size = logits.shape[1]
     at = upload(masks.indices, logits.device)
     is_every_row = len(masks.indices) == len(logits)
     own = logits if is_every_row else logits[at]
     finite = own.sum(dim=-1, dtype=torch.float32).isfinite()
-    if logits.is_cuda:
-        packed = upload(masks.forbidden, logits.device)
-        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        bits = (packed.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :vocab_size].bool()
-    else:
-        unpacked = np.unpackbits(masks.forbidden, axis=1, bitorder="little")[:, :vocab_size]
-        bits = torch.from_numpy(unpacked).view(torch.bool)
+    packed = upload(masks.forbidden, logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (packed.unsqueeze(-1) >> shifts & 1).flatten(1)[:, :vocab_size].bool()
     own.masked_fill_(bits, _LOWEST)
     if not is_every_row:
         logits[at] = own
     return finite
+
+
+# By dtype: integers of its size, and the bits of its exponent, all of which only infinities and NaN have.
+_WORDS = {torch.float32: (torch.int32, 0x7F800000), torch.bfloat16: (torch.int16, 0x7F80)}
+# Up to this share of the tokens, to write them one by one takes less time than to write a whole row by its mask.
+_FEW = 1 / 16
+
+
+def _forbid_on_cpu(logits: torch.Tensor, masks: Masks) -> torch.Tensor:
+    """Row by row, as integers, which stay in the core's cache: torch takes 5 to 10 times as long over all of them."""
+    kind, exponent = _WORDS[logits.dtype]
+    lowest = int(torch.tensor(_LOWEST, dtype=logits.dtype).view(kind))
+    words = logits.view(kind).numpy()
+    vocab_size = logits.shape[1]
+    finite = np.empty(len(masks.indices), dtype=np.bool_)
+    for place, index in enumerate(masks.indices.tolist()):
+        row = words[index]
+        finite[place] = (row & exponent).max() != exponent
+        is_forbidden = np.unpackbits(masks.forbidden[place], count=vocab_size, bitorder="little").view(np.bool_)
+        num_forbidden = np.count_nonzero(is_forbidden)
+        if num_forbidden <= _FEW * vocab_size:
+            row[np.flatnonzero(is_forbidden)] = lowest
+        elif vocab_size - num_forbidden <= _FEW * vocab_size:
+            allowed = np.flatnonzero(~is_forbidden)
+            kept = row[allowed]
+            row.fill(lowest)
+            row[allowed] = kept
+        else:
+            np.putmask(row, is_forbidden, lowest)
+    return torch.from_numpy(finite)

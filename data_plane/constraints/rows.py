@@ -17,17 +17,20 @@ import numpy.typing as npt
 from data_plane.constraints.lanes import Lanes
 from data_plane.constraints.masks import Masks
 from data_plane.constraints.matchers import MAX_GRAMMARS, ConstraintFailed, Matcher, Matchers
+from data_plane.constraints.patience import PATIENCE_S, Patience
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, NewRow, RowConstraint, Vocabulary
 
 logger = logging.getLogger(__name__)
 
-# How long a step waits for masks of grammars that were quick so far; for others it does not wait.
-PATIENCE_S = 0.01
 # How long a step in which no row has a mask, and nothing else is computed, waits for the first one.
 IDLE_PATIENCE_S = 0.05
-# A grammar that once took longer for a token is slow. Usual ones take 0.05 to 1 ms with 128,000 tokens.
+# A grammar whose mask once took more CPU time is slow. Usual ones take 0.05 to 1 ms with 128,000 tokens. Not time on
+# the clock: on a machine whose cores are all busy, a thread may wait for longer than that.
 SLOW_S = 0.005
+# So is one that once took longer, on the clock, to follow a token: a thread of llguidance's own does it. Usual ones
+# take 0.01 ms.
+SLOW_TO_FOLLOW_S = 0.02
 # Tokens in a row that a slow grammar must be quick for to be quick again: a busy machine may have been the cause.
 FORGIVEN_AFTER = 1000
 _Indices = npt.NDArray[np.int64]
@@ -58,6 +61,7 @@ class ConstraintRows:
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._lanes = lanes or Lanes()
+        self._patience = Patience(self._lanes.now_s())
         self._matchers = Matchers()  # used by the lane that reads
         self._rows: dict[int, _Row] = {}
         self._queued: deque[_Row] = deque()  # quick ones that no thread has begun with
@@ -143,6 +147,10 @@ class ConstraintRows:
         while chosen and not self._lanes.wait(lambda: _all_ready(chosen), IDLE_PATIENCE_S):
             self._start_quick(1)
 
+    def has_any(self, rows: _Indices) -> bool:
+        """Whether one of these rows has a constraint."""
+        return any(row in self._rows for row in rows.tolist())
+
     def has_slow(self, rows: _Indices) -> bool:
         """Whether one of these rows has a grammar that was slow before."""
         return any(row in self._rows and self._rows[row].constraint.digest in self._slow for row in rows.tolist())
@@ -173,12 +181,17 @@ class ConstraintRows:
 
     def _await(self, rows: Sequence[_Row], *, is_alone: bool) -> None:
         quick = [row for row in rows if not row.is_ready and row.constraint.digest not in self._slow]
-        if quick and not self._lanes.wait(lambda: _all_ready(quick), PATIENCE_S / 2):
+        began_s = self._lanes.now_s()
+        # Where every row of the step has a constraint, no other row is held up.
+        patience_s = PATIENCE_S if is_alone else self._patience.left_s(began_s)
+        if quick and patience_s > 0 and not self._lanes.wait(lambda: _all_ready(quick), patience_s / 2):
             # Rows behind one that turns out to be slow: another thread goes on with them.
             self._start_quick(sum(self._is_stuck(row) for row in quick))
-            self._lanes.wait(lambda: _all_ready(quick), PATIENCE_S / 2)
+            self._lanes.wait(lambda: _all_ready(quick), patience_s / 2)
         if is_alone:
             self._lanes.wait(lambda: any(row.is_ready for row in rows), IDLE_PATIENCE_S)
+        elif quick:
+            self._patience.spend(self._lanes.now_s() - began_s)
 
     def _is_stuck(self, row: _Row) -> bool:
         started_s = row.started_s
@@ -219,13 +232,17 @@ class ConstraintRows:
 
     def _follow(self, row: _Row) -> None:
         """Follow the row's tokens and compute its next mask."""
-        num_parts = len(row.to_follow) + 1
-        row.started_s = started_s = self._lanes.now_s()
+        followed_s, mask_s = 0.0, 0.0
+        row.started_s = self._lanes.now_s()
         try:
             if row.matcher is not None and self._rows.get(row.number) is row:
                 for token_id in row.to_follow:
+                    began_s = self._lanes.now_s()
                     row.matcher.follow(token_id)
+                    followed_s = max(followed_s, self._lanes.now_s() - began_s)
+                began_s = self._lanes.cpu_s()
                 row.matcher.write_mask(row.allowed)
+                mask_s = self._lanes.cpu_s() - began_s
                 if row.banned is not None and row.position < row.min_tokens:
                     row.allows_only_banned = _has_only(row.allowed, row.banned)
         except ConstraintFailed as error:
@@ -233,7 +250,7 @@ class ConstraintRows:
         except Exception as error:  # the thread's edge: the row must not wait for ever
             logger.exception("constraint not followed row=%d", row.number)
             row.error = f"{type(error).__name__}: {error}"
-        if (self._lanes.now_s() - started_s) / num_parts > SLOW_S:
+        if mask_s > SLOW_S or followed_s > SLOW_TO_FOLLOW_S:
             self._slow[row.constraint.digest] = 0
             while len(self._slow) > MAX_GRAMMARS:
                 self._slow.popitem(last=False)

@@ -103,6 +103,9 @@ class CountingEngine:
         self.capacities, self.slots = engine.capacities, engine.slots
         self.num_waits = 0
 
+    def submit(self, step: plan.StepPlan) -> plan.PendingStep:
+        return plan.DoneStep(self.execute(step))
+
     def execute(self, step: plan.StepPlan) -> plan.StepOutput:
         output = self._engine.execute(step)
         self.num_waits += len(output.waiting_rows)
@@ -174,6 +177,21 @@ def test_samples_that_migrate_go_on_with_their_tokens(rig: Rig) -> None:
         known = tuple(Completion(tuple(whole[:num_known])) for whole in wholes)
         completions, _ = serve(rig.roomy, [replace(request, completions=known)], [], ROOMY)
         assert [completions[4, index].token_ids for index in range(2)] == [whole[num_known:] for whole in wholes]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_samples_that_migrate_while_rows_sit_out_steps_go_on_with_their_tokens(rig: Rig, is_slow: bool) -> None:
+    """From every token on, beside requests that sit out steps, too; of the samples of one request, each by itself."""
+    engine = CountingEngine(build_engine(worker_config(rig.checkpoint), lanes=DrawnLanes(2, 0.3, is_slow=is_slow)))
+    wholes = [rig.undisturbed[4, index].token_ids for index in range(2)]
+    for num_known in range(1, min(len(whole) for whole in wholes), 4):
+        known = tuple(Completion(tuple(whole[:num_known])) for whole in wholes)
+        moved = replace(rig.requests[4], completions=known)
+        completions, _ = serve(engine, [moved, rig.requests[0], rig.requests[6]], [], ROOMY, plan_depth=3)
+        assert [completions[4, index].token_ids for index in range(2)] == [whole[num_known:] for whole in wholes]
+        for number in (0, 6):
+            assert completions[number, 0].token_ids == rig.undisturbed[number, 0].token_ids
+    assert engine.num_waits > 20
 
 
 def test_a_resume_that_does_not_follow_the_constraint_ends_alone(rig: Rig) -> None:

@@ -85,6 +85,9 @@ class DrawnLanes(Lanes):
     def notify(self) -> None:
         """Nobody waits."""
 
+    def cpu_s(self) -> float:
+        return self.now_s()
+
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         self._run_some()
         return condition()

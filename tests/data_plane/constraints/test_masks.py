@@ -196,3 +196,19 @@ def test_a_vocabulary_that_cannot_be_read_fails_its_rows_alone(vocabulary: Vocab
 
 def _unexpected(*_: object, **__: object) -> None:
     raise ValueError("a step reads a tokenizer")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_lowered_where_a_token_is_forbidden_and_nowhere_else(dtype: torch.dtype, share: float) -> None:
+    """Whatever the share of forbidden tokens is, for some of the rows, of which some are not finite."""
+    draw = np.random.default_rng(3)
+    logits = torch.from_numpy(draw.standard_normal((5, 1001), dtype=np.float32)).to(dtype)
+    logits[1, 7], logits[4, 1000] = float("nan"), float("-inf")
+    forbidden = draw.random((3, 1001)) < share
+    packed = np.packbits(np.pad(forbidden, ((0, 0), (0, 23))), axis=1, bitorder="little")
+    expected = logits.clone()
+    expected[[1, 2, 4]] = expected[[1, 2, 4]].masked_fill(torch.from_numpy(forbidden), -1e30)
+    finite = forbid(logits, Masks(np.array([1, 2, 4]), packed))
+    assert finite.tolist() == [False, True, False]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)

@@ -28,6 +28,7 @@ class HeldLanes(Lanes):
         self.slow: list[Callable[[], None]] = []
         self.time_s = 0.0
         self.task_s = 0.0  # what each look at the time adds
+        self.cpu: float | None = None  # CPU time at each look; None: the time
 
     def run_quick(self, task: Callable[[], None]) -> None:
         self.quick.append(task)
@@ -38,6 +39,9 @@ class HeldLanes(Lanes):
     def now_s(self) -> float:
         self.time_s += self.task_s
         return self.time_s
+
+    def cpu_s(self) -> float:
+        return self.now_s() if self.cpu is None else self.cpu
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         return condition()
@@ -106,6 +110,18 @@ def test_a_grammar_that_was_slow_once_leaves_the_threads_of_quick_ones(vocabular
     assert collected(rows, [0, 1, 2]).waiting == [0, 2]
     lanes.slow.pop()()
     assert collected(rows, [0, 1, 2]).waiting == [0]
+
+
+def test_a_grammar_whose_thread_had_to_wait_for_a_core_is_not_slow(vocabulary: Vocabulary) -> None:
+    """6 ms on the clock for a mask that took next to no CPU time, as on a machine whose cores are all busy."""
+    lanes = HeldLanes()
+    rows = begun(lanes, vocabulary, {0: "bb"})
+    lanes.task_s, lanes.cpu = 0.006, 0.0
+    lanes.quick.pop()()
+    rows.advance(collected(rows, [0]), np.zeros(1, dtype=np.int64), np.array([B], dtype=np.int32))
+    assert len(lanes.quick) == 1 and not lanes.slow
+    lanes.quick.pop()()
+    assert not rows.has_slow(np.zeros(1, dtype=np.int64))
 
 
 @pytest.mark.parametrize("seed", range(3))

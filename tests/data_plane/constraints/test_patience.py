@@ -1,0 +1,61 @@
+"""Steps wait for late masks for a bounded share of the time, whatever grammars come."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from data_plane.constraints.patience import PATIENCE_S, PATIENCE_SHARE, Patience
+from data_plane.constraints.rows import ConstraintRows
+from data_plane.plan import Vocabulary
+from tests.data_plane.constraints.test_masks import NUM_TOKENS, row_of, vocabulary
+from tests.data_plane.constraints.test_rows import HeldLanes
+
+__all__ = ["vocabulary"]  # a fixture
+STEP_S = 0.02
+
+
+class WaitingLanes(HeldLanes):
+    """No mask is ever ready: each wait takes all the time that it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_s = 0.0
+
+    def wait(self, condition: object, timeout_s: float) -> bool:
+        self.waited_s += timeout_s
+        self.time_s += timeout_s
+        return False
+
+
+def test_patience_comes_back_with_the_time_up_to_its_bound() -> None:
+    patience = Patience(0.0)
+    assert patience.left_s(0.0) == PATIENCE_S
+    patience.spend(PATIENCE_S)
+    assert patience.left_s(0.0) == 0.0
+    assert patience.left_s(0.1) == pytest.approx(0.1 * PATIENCE_SHARE)
+    assert patience.left_s(100.0) == PATIENCE_S
+    patience.spend(2 * PATIENCE_S)
+    assert patience.left_s(100.1) == 0.0
+
+
+def test_grammars_that_are_new_each_time_hold_steps_up_for_a_share_of_the_time(vocabulary: Vocabulary) -> None:
+    lanes = WaitingLanes()
+    rows = ConstraintRows(NUM_TOKENS, lanes=lanes)
+    for number in range(500):
+        rows.add(row_of([f"b{number}"], vocabulary, 1))
+        masks = rows.collect(np.array([0, 1], dtype=np.int64), is_alone=False)
+        assert masks is not None and masks.waiting == [1]
+        rows.free(np.array([1], dtype=np.int32))
+        lanes.time_s += STEP_S
+    assert PATIENCE_S < lanes.waited_s <= PATIENCE_S + PATIENCE_SHARE * lanes.time_s
+
+
+def test_a_step_of_constrained_rows_alone_waits_as_long_as_ever(vocabulary: Vocabulary) -> None:
+    lanes = WaitingLanes()
+    rows = ConstraintRows(NUM_TOKENS, lanes=lanes)
+    rows.add(row_of(["b"], vocabulary, 1))
+    for _ in range(3):
+        before_s = lanes.waited_s
+        rows.collect(np.array([1], dtype=np.int64), is_alone=True)
+        assert lanes.waited_s - before_s > PATIENCE_S
