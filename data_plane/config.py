@@ -29,6 +29,8 @@ TLS_FLAGS = ("--control-plane-tls-ca", "--control-plane-tls-cert", "--control-pl
 CPU_TOKEN_BUDGET = 1024
 DEFAULT_ARENA_BYTES = 1 << 30
 CUDA_TOKEN_BUDGET = 8192
+# Rows of recorded decode steps, up to --max-rows. A step between two of them computes as many as the larger one.
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 def default_worker_id() -> str:
@@ -80,7 +82,31 @@ class WorkerConfig:
         choices=("auto", "fp8", "fp8_per_token_head"),
     )
     num_blocks: int | None = setting(
-        "KV blocks", None, unit="a count", shown_default="what free memory holds", lowest=1, highest=MAX_BLOCKS
+        "KV blocks",
+        None,
+        unit="a count",
+        shown_default="what is left beside the largest step",
+        lowest=1,
+        highest=MAX_BLOCKS,
+    )
+    kv_bytes: int | None = setting(
+        "memory for KV blocks, in place of --num-blocks",
+        None,
+        unit="bytes",
+        shown_default="what is left beside the largest step",
+        parse=byte_size,
+        lowest=1,
+    )
+    memory_utilization: float | None = setting(
+        "share of the device's memory that this worker fills; KV blocks get what is left of it",
+        None,
+        unit="no unit",
+        shown_default="0.9 on CUDA; on the CPU KV blocks get 0.4 of what is left",
+        lowest=0.01,
+        highest=1.0,
+    )
+    memory_headroom_bytes: int = setting(
+        "memory that is left free beside the KV blocks", 0, unit="bytes", parse=byte_size, lowest=0
     )
     block_size: int = setting("tokens of one KV block", 16, unit="a count", lowest=1, highest=MAX_BLOCK_SIZE)
     host_kv_bytes: int = setting(
@@ -96,6 +122,13 @@ class WorkerConfig:
     )
     max_rows: int = setting("most requests on this worker at once", 256, unit="a count", lowest=1, highest=MAX_ROWS)
     arena_bytes: int = setting("memory for adapters", DEFAULT_ARENA_BYTES, unit="bytes", parse=byte_size, lowest=0)
+    pinned_bytes: int = setting(
+        "host memory for adapters that were loaded lately; 0: they are read from the host cache again",
+        0,
+        unit="bytes",
+        parse=byte_size,
+        lowest=0,
+    )
     arena_memory_share: float | None = setting(
         "memory for adapters as a share of what is free once the weights are loaded, in place of --arena-bytes",
         None,
@@ -133,6 +166,11 @@ class WorkerConfig:
         "auto",
         shown_default="auto, on with CUDA",
         choices=("auto", "on", "off"),
+    )
+    cuda_graphs: str = setting(
+        "numbers of rows whose decode steps are recorded as CUDA graphs, such as 1,8,64; auto or off",
+        "auto",
+        shown_default="auto, up to --max-rows where the model allows it",
     )
     speculative: str = setting(
         "drafts for the later steps of a plan (what followed the same tokens before in the request, or what a grammar "
@@ -201,6 +239,7 @@ class WorkerConfig:
                 f"--arena-memory-share: {self.arena_memory_share} is given beside --arena-bytes {self.arena_bytes}; "
                 "give one of the two"
             )
+        self._check_memory()
         host, _, port = self.control_plane.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"--control-plane: {self.control_plane!r} is not HOST:PORT with a port of 1 to 65535")
@@ -210,8 +249,28 @@ class WorkerConfig:
                 raise ConfigError(
                     f"--worker-metrics-listen: {self.worker_metrics_listen!r} is not HOST:PORT with a port up to 65535"
                 )
+        self.graph_sizes("cuda")
         self._check_redis()
         self._check_tls()
+
+    def _check_memory(self) -> None:
+        """Raise ConfigError if the KV blocks are sized in two ways."""
+        given = [
+            f"{flag} {value}"
+            for flag, value in (
+                ("--num-blocks", self.num_blocks),
+                ("--kv-bytes", self.kv_bytes),
+                ("--memory-utilization", self.memory_utilization),
+            )
+            if value is not None
+        ]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are given, and each sizes the KV cache; give one of them")
+        if self.memory_headroom_bytes and (self.num_blocks is not None or self.kv_bytes is not None):
+            raise ConfigError(
+                f"--memory-headroom-bytes: {self.memory_headroom_bytes} is given beside {given[0]}, which sizes the KV "
+                "cache alone; give one of the two"
+            )
 
     def _check_redis(self) -> None:
         if self.worker_redis_url and (mistake := find_url_mistake(self.worker_redis_url)) is not None:
@@ -250,6 +309,20 @@ class WorkerConfig:
     def warms_up(self, device_type: str) -> bool:
         """Whether to warm up on "cpu" or "cuda"."""
         return self.warm_up == "on" or (self.warm_up == "auto" and device_type == "cuda")
+
+    def graph_sizes(self, device_type: str) -> tuple[int, ...]:
+        """Numbers of rows whose decode steps are recorded on "cpu" or "cuda", ascending. Raises ConfigError."""
+        if self.cuda_graphs == "off" or (self.cuda_graphs == "auto" and device_type != "cuda"):
+            return ()
+        if self.cuda_graphs == "auto":
+            return (*(size for size in GRAPH_SIZES if size < self.max_rows), min(self.max_rows, GRAPH_SIZES[-1]))
+        words = self.cuda_graphs.split(",")
+        if not all(word.isdecimal() and 1 <= int(word) <= self.max_rows for word in words):
+            raise ConfigError(
+                f"--cuda-graphs: {self.cuda_graphs!r} is not auto, off or numbers of rows from 1 to --max-rows "
+                f"{self.max_rows} with commas between them, such as 1,8,64"
+            )
+        return tuple(sorted({int(word) for word in words}))
 
     def describe(self, *, only_changed: bool = False) -> str:
         """The settings on one line, for the log, without secrets: all, or those that differ from their defaults."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from contract.metrics.port import MetricsPort, Page, cannot_listen
 from data_plane.plan import Engine, StepOutput, StepPlan
@@ -15,10 +18,37 @@ STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 LOAD_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
+class TierStats(Protocol):
+    """What is shown of adapters in host memory (data_plane.adapters.format.host_tier.HostTierStats)."""
+
+    @property
+    def num_hits(self) -> int: ...
+    @property
+    def num_misses(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+
+
+class _TierCollector(Collector):
+    def __init__(self, stats: Callable[[], TierStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        loads = CounterMetricFamily(
+            "motet_pinned_loads", "Loads by whether host memory had the adapter.", labels=["outcome"]
+        )
+        loads.add_metric(["hit"], stats.num_hits)
+        loads.add_metric(["miss"], stats.num_misses)
+        yield loads
+        yield GaugeMetricFamily("motet_pinned_used_bytes", "Host memory with adapters in use.", stats.used_bytes)
+
+
 class WorkerMetrics:
     """on_step() belongs to the compute thread, on_load() to loaders; pages are rendered in threads of the port."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tier_stats: Callable[[], TierStats] | None = None) -> None:
+        """`tier_stats`: of the adapters that the worker keeps in host memory; None if it keeps none."""
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._steps = {
@@ -54,6 +84,8 @@ class WorkerMetrics:
         self._loads = {outcome: loads.labels(outcome) for outcome in ("ready", "failed")}
         used = Gauge("motet_worker_arena_used_bytes", "Memory for adapters in use.", registry=registry)
         used.set_function(engine.slots.used_bytes)
+        if tier_stats is not None:
+            registry.register(_TierCollector(tier_stats))
 
     def on_step(self, plan: StepPlan, output: StepOutput) -> None:
         """A step was executed."""

@@ -106,6 +106,8 @@ class NewRow:
     pooling: PoolingKind | None = None  # what the row returns when its prefill ends; None: it samples and decodes
     num_labels: int = 0  # logits of its adapter's score head; 0: the pooled hidden state itself
     constraint: RowConstraint | None = None  # None: any text
+    request_id: str = ""  # as the client knows it, for the log
+    trace_id: str = ""  # for the log; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,19 @@ class TargetModule:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Where the memory of a worker's device went, beside the arena. Bytes; 0: nothing, or not known."""
+
+    device_bytes: int = 0  # all of it; on the CPU the machine's, or the container's
+    weights_bytes: int = 0  # taken once the checkpoint was loaded; on the CPU by the whole process
+    step_bytes: int = 0  # taken by the largest step while it runs; 0: not measured, since the KV blocks were named
+    kv_bytes: int = 0
+    host_kv_bytes: int = 0  # in host memory, of swapped-out requests
+    graph_bytes: int = 0  # of captured graphs
+    headroom_bytes: int = 0  # left free on purpose
+
+
+@dataclass(frozen=True, slots=True)
 class Capacities:
     """What an engine can hold; becomes the Hello."""
 
@@ -217,6 +232,7 @@ class Capacities:
     target_modules: tuple[TargetModule, ...] = ()  # in the model's order; empty: not reported
     hidden_width: int = 0  # of the last hidden state, which rows with `pooling` return; 0: it takes no such rows
     max_adapter_model_len: int = 0  # tokens, of adapters that rotate by tables of their own; 0: max_model_len
+    memory: MemoryUse = MemoryUse()  # for people
 
     @property
     def longest_row(self) -> int:
@@ -224,10 +240,13 @@ class Capacities:
         return max(self.max_model_len, self.max_adapter_model_len)
 
 
+ChunkBytes = bytes | memoryview  # of one chunk of a packed adapter
+
+
 class AdapterSource(Protocol):
     """Where packed adapters come from: the host cache, or the control plane. Thread-safe; blocks."""
 
-    def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+    def open(self, digest: str) -> tuple[bytes, Iterator[ChunkBytes]]:
         """The canonical manifest and then its chunks in order, every hash verified.
 
         Raises data_plane.errors.AdapterUnavailable if no tier gives it.
@@ -253,18 +272,47 @@ class AdapterSlots(Protocol):
         """Empty every slot: a new session begins."""
 
 
+class PendingStep(Protocol):
+    """A step that was submitted. Its results may still be on the device."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once. Does not wait for a device."""
+
+    def wait(self) -> StepOutput:
+        """The results. To be called once, on any one thread, in the order of the steps.
+
+        Raises what the device reports: the engine cannot go on then.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step whose results came with its submission."""
+
+    output: StepOutput
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> StepOutput:
+        return self.output
+
+
 class Engine(Protocol):
     """Executes step plans in order on one thread."""
 
     capacities: Capacities
     slots: AdapterSlots
 
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Apply the plan's differences, run one forward pass, sample.
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Apply the plan's differences, queue one forward pass and its samples. The next plan may follow at once.
 
         Raises data_plane.errors.PlanRefused where the plan contradicts the engine's state, a slot generation
         that is not the slot's included. The session ends then: nothing is guessed.
         """
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """`submit`, and the results."""
 
     def read_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Read the tokenizer of a vocabulary that rows will name, so that no step reads it. Survives `reset`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -137,6 +137,7 @@ def encode_hello(capacities: Capacities, worker_id: str, last_epoch: int = 0) ->
             last_epoch=last_epoch,
             target_modules=encode_targets(capacities.target_modules),
             hidden_width=capacities.hidden_width,
+            memory=plan_pb2.MemoryUse(**asdict(capacities.memory)),
         )
     )
 
@@ -197,6 +198,8 @@ def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array], constra
         pooling=_POOLING[message.pooling],
         num_labels=message.num_labels,
         constraint=constraint_of(message.grammar),
+        request_id=message.request_id,
+        trace_id=message.trace_id,
     )
 
 

@@ -31,6 +31,7 @@ from data_plane.self_check import check_engine
 from data_plane.stream.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory
 
 if TYPE_CHECKING:
+    from data_plane.adapters.format.host_tier import HostTier
     from data_plane.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ def run_worker(
     )
     profile = StepProfile(config.profile, config.profile_out, record) if config.profile is not None else None
 
-    metrics = None if config.worker_metrics_listen is None else _metrics(engine)
+    tier = host_tier(config)
+    metrics = None if config.worker_metrics_listen is None else _metrics(engine, tier)
 
     def on_ready(epoch: int) -> None:
         print(worker_ready(config.worker_id, epoch), flush=True)
@@ -132,7 +134,7 @@ def run_worker(
     client = PlanClient(
         engine,
         settings,
-        make_source=make_source or source_factory(config),
+        make_source=make_source or source_factory(config, tier),
         open_channel=open_channel,
         check_self=lambda: check_engine(engine),
         on_ready=on_ready,
@@ -152,13 +154,13 @@ def run_worker(
         return client.run()
 
 
-def _metrics(engine: Engine) -> WorkerMetrics:
+def _metrics(engine: Engine, tier: HostTier | None) -> WorkerMetrics:
     """Raises ConfigError without their library, which only this flag needs."""
     try:
         from data_plane.metrics import WorkerMetrics
     except ModuleNotFoundError as error:
         raise ConfigError(f"--worker-metrics-listen: needs the Python package {error.name}; install it") from error
-    return WorkerMetrics(engine)
+    return WorkerMetrics(engine, None if tier is None else tier.stats)
 
 
 @contextlib.contextmanager
@@ -173,11 +175,38 @@ def _handling_signals(act: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def source_factory(config: WorkerConfig) -> SourceFactory:
-    """Adapters from the host cache where there is one for this worker, else and otherwise through the control plane."""
+def host_tier(config: WorkerConfig) -> HostTier | None:
+    """Where adapters are kept beside the arena, in pinned memory beside a GPU. None without --pinned-bytes."""
+    if not config.pinned_bytes:
+        return None
+    from data_plane.adapters.format.host_tier import HostTier
+
+    if config.device == "cpu":
+        return HostTier(config.pinned_bytes)
+    import torch
+
+    if not torch.cuda.is_available():
+        return HostTier(config.pinned_bytes)
+
+    def allocate(size_bytes: int) -> memoryview:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+
+    # torch rounds pinned memory up to a power of two.
+    return HostTier(config.pinned_bytes, allocate=allocate, taken_bytes=lambda size: 1 << max(size - 1, 0).bit_length())
+
+
+def source_factory(config: WorkerConfig, tier: HostTier | None = None) -> SourceFactory:
+    """Adapters from the host cache where there is one for this worker, else and otherwise through the control plane.
+
+    `tier`: what is read is kept there, and read from there first.
+    """
     reasons: set[str] = set()  # why the host cache is not read, each logged once
 
     def make_source(stub: WorkerServiceStub, welcome: plan_pb2.Welcome) -> AdapterSource:
+        source = open_source(stub, welcome)
+        return source if tier is None else tier.over(source)
+
+    def open_source(stub: WorkerServiceStub, welcome: plan_pb2.Welcome) -> AdapterSource:
         from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource, HostCacheSource
 
         direct = ControlPlaneSource(stub, config.worker_id)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from data_plane.adapters.step.further_columns import FurtherColumns
-from data_plane.engine.logprobs import LogprobsRequest
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
+from data_plane.engine.sampling.logprobs import LogprobsRequest
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, PooledRow, RowLogprobs, no_rows
 from kernels.devices import upload
@@ -91,13 +91,13 @@ def build_batch(
     num_tokens = int(start[-1])
     computed = rows.num_computed[step_rows]
     ends = computed + counts
-    _check_room(rows, step_rows, ends)
+    check_room(rows, step_rows, ends)
     # Rows [3, 7] with 1 and 3 tokens, 8 and 4 computed: token rows [3, 7, 7, 7], positions [8, 4, 5, 6].
     token_rows = np.repeat(step_rows, counts)
     positions = np.arange(num_tokens) - np.repeat(start[:-1] - computed, counts)
     block_index, offset = np.divmod(positions, rows.block_size)
     kv_positions = rows.block_table[token_rows, block_index].astype(np.int64) * rows.block_size + offset
-    _check_distinct(kv_positions)
+    check_distinct(kv_positions)
     device = last_tokens.device
     token_slots, further = rows.adapters.of_tokens(token_rows, positions)
     every = token_slots if further is None else np.concatenate([token_slots, *further.every])
@@ -217,14 +217,16 @@ def _requested_prompt_logprobs(
     return requests, np.concatenate(indices) if indices else np.zeros(0, dtype=np.int64)
 
 
-def _check_room(rows: Rows, step_rows: Int64Array, ends: Int64Array) -> None:
+def check_room(rows: Rows, step_rows: Int64Array, ends: Int64Array) -> None:
+    """Refuse rows [n] whose blocks cannot hold `ends` [n] tokens."""
     room = rows.num_row_blocks[step_rows] * rows.block_size
     if (ends > room).any():
         index = int((ends > room).argmax())
         raise PlanRefused(f"row {step_rows[index]} needs room for {ends[index]} tokens, its blocks hold {room[index]}")
 
 
-def _check_distinct(kv_positions: Int64Array) -> None:
+def check_distinct(kv_positions: Int64Array) -> None:
+    """Refuse two tokens at one place."""
     in_order = np.sort(kv_positions)
     if (in_order[1:] == in_order[:-1]).any():
         raise PlanRefused("two tokens of the step have one KV position: a block has two writers")

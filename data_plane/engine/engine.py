@@ -1,9 +1,14 @@
-"""The real engine (data_plane.plan.Engine): rows, one packed forward pass per step, sampling. One thread."""
+"""The real engine (data_plane.plan.Engine): rows, one packed forward pass per step, sampling. One thread.
+
+A step returns as soon as its work is queued on the device. It waits for its own results only where a later step needs
+them on the host: with drafts, and for rows with a constraint, log-probabilities or a vector.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,24 +18,32 @@ from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.scaled_columns import ScaledColumns
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.constraints.lanes import Lanes
-from data_plane.constraints.masks import Masks, forbid, maskable
+from data_plane.constraints.masks import Masks
 from data_plane.constraints.rows import ConstraintRows
 from data_plane.engine.batch import Drafts, PassOutput, StepBatch, build_batch, split_prefills
+from data_plane.engine.device.decode_steps import DecodeSteps
+from data_plane.engine.device.device_rows import DeviceRows
+from data_plane.engine.fresh_blocks import FreshBlocks
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
-from data_plane.engine.logprobs import LogprobsRequest, compute_logprobs, joined
 from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.pooling import Pooler, split_finite
-from data_plane.engine.rows import BoolArray, Int64Array, Rows
-from data_plane.engine.sampler import Sampler, SamplerStats
+from data_plane.engine.rows import Int64Array, Rows, RowState
+from data_plane.engine.sampling.draws import Draws
+from data_plane.engine.sampling.logprobs import LogprobsRequest, joined
+from data_plane.engine.sampling.results import ResultCopies, result_copies
+from data_plane.engine.sampling.sampler import Sampler, SamplerStats
 from data_plane.engine.speculation import Speculation
+from data_plane.engine.steps_under_way import StepsUnderWay
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import (
     AdapterSlots,
     Capacities,
+    DoneStep,
     Int32Array,
     NewRow,
+    PendingStep,
     PooledRow,
     RowLogprobs,
     StepOutput,
@@ -45,15 +58,6 @@ logger = logging.getLogger(__name__)
 
 # One forward pass keeps at most so many bytes of float32 logits for log-probabilities of prompts.
 PROMPT_LOGITS_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RowState:
-    """A row between two steps."""
-
-    is_used: bool
-    slot: int | None  # of its adapter; None: the base model
-    num_computed: int  # leading tokens whose KV is in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +84,13 @@ class TorchEngine:
         prompt_logits_bytes: int = PROMPT_LOGITS_BYTES,
         speculative: str = "off",
         lanes: Lanes | None = None,
+        copies: ResultCopies | None = None,
+        decodes_on_device: bool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`lanes`: the threads that follow constraints; None: some of its own."""
+        """`lanes`: the threads that follow constraints; None: some of its own. `copies`: how results come to the host;
+        None: as the device does it. `decodes_on_device`: whether steps that only decode are built from the rows' state
+        on the device; None: on a GPU."""
         self.capacities = capacities
         self.slots: AdapterSlots = arena
         self.model = model
@@ -98,8 +107,13 @@ class TorchEngine:
             vocab_size=capacities.vocab_size,
             scaled=ScaledColumns(arena.table),
         )
+        self._fresh_blocks = FreshBlocks(self._rows, cache, host_blocks)
         device = cache.keys[0].device
         self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
+        self._draws = Draws(self._rows, self._sampler)
+        self._copies = copies or result_copies(device, max_rows=capacities.max_rows)
+        self._clock = clock
+        self._under_way = StepsUnderWay(self._rows, clock)
         self._constraints = ConstraintRows(capacities.vocab_size, lanes=lanes)
         self._pooler = Pooler(max_rows=capacities.max_rows, hidden_width=capacities.hidden_width, heads=arena)
         self._speculation: Speculation | None = None
@@ -113,50 +127,108 @@ class TorchEngine:
                 forward=lambda batch: self._forward(batch)[0],
                 sample=self._sample,
             )
-        self._last_tokens = torch.zeros(capacities.max_rows, dtype=torch.int64, device=device)
+        # Where the decode steps are built: on a GPU there, so that they upload next to nothing.
+        self._device_rows = DeviceRows(self._rows, device)
+        self._decodes_on_device = device.type == "cuda" if decodes_on_device is None else decodes_on_device
+        self.decode_steps = DecodeSteps(self._rows, self._device_rows, model, self.adapter_steps, self._prepare)
+        self._last_tokens = self._device_rows.last_tokens
         self._most_prompt_logits = max(prompt_logits_bytes // (4 * capacities.vocab_size), 1)
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Apply the plan, compute, sample (see Engine)."""
-        started = time.perf_counter()
+        """`submit`, and the results (see Engine)."""
+        return self.submit(plan).wait()
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Apply the plan, queue the computation and the samples (see Engine)."""
+        started_s = self._clock()
+        self._under_way.settle()
         with span("apply the plan"):
             self._apply(plan)
         decoding = self._rows.decoding(plan.fed_tokens[:, 0])
         num_tokens, most = len(decoding) + int(plan.prefills[:, 1].sum()), self.capacities.max_step_tokens
         if num_tokens > most:
             raise PlanRefused(f"the step has {num_tokens} tokens, at most {most} are allowed")
+        with torch.inference_mode():
+            if self._needs_results(np.concatenate([decoding, plan.prefills[:, 0]])):
+                return DoneStep(self._compute(plan, decoding, started_s))
+            return self._queue(plan, decoding, started_s)
+
+    def _needs_results(self, rows: Int64Array) -> bool:
+        """Whether a step of these rows needs what it samples on the host."""
+        return (
+            self._speculation is not None
+            or (len(self._constraints) > 0 and self._constraints.has_any(rows))
+            or bool((self._sampler.num_logprobs[rows] >= 0).any())
+            or bool((self._sampler.num_prompt_logprobs[rows] >= 0).any())
+            or bool(self._pooler.is_pooling[rows].any())
+        )
+
+    def _queue(self, plan: StepPlan, decoding: Int64Array, started_s: float) -> PendingStep:
+        """A step whose rows get a token each, and nothing else. Does not wait for the device."""
+        if self._decodes_on_device and len(decoding) and len(plan.prefills) == 0:
+            return self._queue_decodes(plan, decoding, started_s)
+        batch = self._build(decoding, plan.prefills)
+        if batch is None:
+            return DoneStep(self._output(plan, PassOutput(), started_s))
+        with span("forward"):
+            logits, _ = self._forward(batch)
+        sampled = batch.sampled_rows
+        with span("sample"):
+            tokens, finite, _ = self._draws.draw(logits, sampled, None)
+            self._last_tokens[upload(sampled, tokens.device)] = tokens
+            copy = self._copies.start(tokens, finite)
+        return self._under_way.begin(plan.step_id, sampled, copy, moved=self._take_moved(), started_s=started_s)
+
+    def _queue_decodes(self, plan: StepPlan, decoding: Int64Array, started_s: float) -> PendingStep:
+        """Such a step without a prefill, of which the device has nearly everything."""
+        with span("forward"):
+            decoded = self.decode_steps.run(decoding)
+        with span("sample"):
+            tokens, finite, _ = self._draws.draw(decoded.logits, decoding, None, decoded.completion_index)
+            self._device_rows.end_step(decoded.row_ids, tokens)
+            copy = self._copies.start(tokens, finite)
+        return self._under_way.begin(plan.step_id, decoding, copy, moved=self._take_moved(), started_s=started_s)
+
+    def _compute(self, plan: StepPlan, decoding: Int64Array, started_s: float) -> StepOutput:
+        """Any step, to its end."""
         if self._speculation is not None:
-            with torch.inference_mode():
-                result = self._speculation.step(plan, decoding)
+            result = self._speculation.step(plan, decoding)
             if result is not None:
-                moved = (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
-                return replace(
-                    result, step_time_us=_microseconds(started), num_moved_blocks=moved[0], move_time_us=moved[1]
-                )
+                moved = self._take_moved()
+                time_us = self._microseconds_since(started_s)
+                return replace(result, step_time_us=time_us, num_moved_blocks=moved[0], move_time_us=moved[1])
         wants_logprobs = self._sampler.num_prompt_logprobs[plan.prefills[:, 0]] >= 0
         pieces, prefills = split_prefills(plan.prefills, wants_logprobs, most=self._most_prompt_logits)
         prompt_logprobs: list[RowLogprobs] = []
-        with torch.inference_mode():
-            for piece in pieces:
-                self._pass(decoding[:0], piece, prompt_logprobs)
-            began_s = time.perf_counter()
-            output = self._pass(decoding, prefills, prompt_logprobs)
+        for piece in pieces:
+            self._pass(decoding[:0], piece, prompt_logprobs)
+        began_s = self._clock()
+        output = self._pass(decoding, prefills, prompt_logprobs)
         if self._speculation is not None and len(decoding) and len(plan.prefills) == 0:
-            self._speculation.observe(decoding, len(decoding), time.perf_counter() - began_s)
-        moved = (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
+            self._speculation.observe(decoding, len(decoding), self._clock() - began_s)
+        return replace(self._output(plan, output, started_s), prompt_logprobs=joined(prompt_logprobs))
+
+    def _output(self, plan: StepPlan, output: PassOutput, started_s: float) -> StepOutput:
+        moved = self._take_moved()
         return StepOutput(
             plan.step_id,
             output.rows,
             output.token_ids,
             output.failed_rows,
-            _microseconds(started),
+            self._microseconds_since(started_s),
             output.sampled_logprobs,
-            joined(prompt_logprobs),
-            *moved,
-            output.pooled,
-            output.unconstrained_rows,
+            num_moved_blocks=moved[0],
+            move_time_us=moved[1],
+            pooled=output.pooled,
+            unconstrained_rows=output.unconstrained_rows,
             waiting_rows=output.waiting_rows,
         )
+
+    def _take_moved(self) -> tuple[int, int]:
+        return (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
+
+    def _microseconds_since(self, started_s: float) -> int:
+        return int((self._clock() - started_s) * 1e6)
 
     def read_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Read a vocabulary before rows name it (see Engine)."""
@@ -166,7 +238,9 @@ class TorchEngine:
         """Forget all rows, slots and KV. Raises if the device is lost: such a worker must not attach again."""
         if self._last_tokens.is_cuda:
             torch.cuda.synchronize()
-        self._mark_dirty(np.flatnonzero(self._rows.is_used & self._rows.maybe_non_finite).astype(np.int32))
+        self._under_way.clear()
+        self._device_rows.clear()
+        self._fresh_blocks.leave(np.arange(self.capacities.max_rows, dtype=np.int32))
         self._rows.clear()
         self._sampler.clear()
         self._pooler.clear()
@@ -177,9 +251,7 @@ class TorchEngine:
 
     def inspect(self, row: int) -> RowState:
         """What is known of a row between two steps."""
-        rows = self._rows
-        slot = int(rows.slot[row])
-        return RowState(bool(rows.is_used[row]), slot if slot >= 0 else None, int(rows.num_computed[row]))
+        return self._rows.inspect(row)
 
     @property
     def num_scaled_columns(self) -> int:
@@ -195,8 +267,7 @@ class TorchEngine:
         """The plan's differences, in the order of plan.proto."""
         rows = self._rows
         if len(freed := plan.freed_rows):
-            in_range = freed[(freed >= 0) & (freed < rows.max_rows)]
-            self._mark_dirty(in_range[rows.is_used[in_range] & rows.maybe_non_finite[in_range]])
+            self._fresh_blocks.leave(freed[(freed >= 0) & (freed < rows.max_rows)])
             rows.free(freed)
             self._sampler.free(freed)
             self._pooler.free(freed)
@@ -233,7 +304,7 @@ class TorchEngine:
         if len(plan.block_copies):
             self.kv_cache.copy_blocks(plan.block_copies)
         if plan.new_rows or len(plan.appended_blocks):
-            self._clean_fresh_blocks(plan)
+            self._fresh_blocks.clean(plan)
 
     def _check_adapters(self, new: NewRow) -> None:
         """Raise PlanRefused unless the adapters of a new row are ready. Those that the row combines are listed."""
@@ -259,7 +330,7 @@ class TorchEngine:
             logits, pooled = self._forward(batch)
         num_sampled = len(batch.sampled_rows)
         with span("sample"):
-            prompt_logprobs += self._logprobs(logits[num_sampled:], batch.prompt_requests)
+            prompt_logprobs += self._draws.logprobs(logits[num_sampled:], batch.prompt_requests)
             output = self._sample_ready(batch, logits[:num_sampled])
         return output if len(batch.pooled_rows) == 0 else self._with_pooled(batch, output, pooled)
 
@@ -280,11 +351,7 @@ class TorchEngine:
     def _forward(self, batch: StepBatch) -> tuple[torch.Tensor, list[PooledRow]]:
         """The forward pass; advances the rows. Logits of the tokens that the batch keeps, and vectors of its rows."""
         rows = self._rows
-        self.arena.check_all(rows.slot[batch.rows], rows.slot_generation[batch.rows])
-        for member in rows.adapters.members_of(batch.rows):
-            self.arena.check(member.slot, member.generation)
-        if self._host_blocks is not None:
-            self._host_blocks.before_writing(batch.written_blocks)
+        self._prepare(batch.rows, batch.written_blocks)
         steps = self.adapter_steps
         lora = steps.begin(batch.token_slots, batch.slots, batch.further) if batch.slots else None
         head_lora = steps.begin_head(batch.kept_slots, batch.kept_further) if lora is not None else None
@@ -302,6 +369,15 @@ class TorchEngine:
             context.end()
         rows.num_computed[batch.rows] += batch.num_tokens
         return logits, [] if hidden is None else self._pooler.take(batch, hidden)
+
+    def _prepare(self, step_rows: Int64Array, written_blocks: Int64Array) -> None:
+        """Before a pass of these rows. Raises StaleSlot where an adapter of theirs is not in its slot."""
+        rows = self._rows
+        self.arena.check_all(rows.slot[step_rows], rows.slot_generation[step_rows])
+        for member in rows.adapters.members_of(step_rows):
+            self.arena.check(member.slot, member.generation)
+        if self._host_blocks is not None:
+            self._host_blocks.before_writing(written_blocks)
 
     def _with_pooled(self, batch: StepBatch, output: PassOutput, pooled: list[PooledRow]) -> PassOutput:
         """The output with the vectors of the rows that return one, in the step's order. These rows stay idle."""
@@ -334,20 +410,20 @@ class TorchEngine:
         rows = self._rows
         if len(sampled) == 0:
             return PassOutput()
+        tokens, finite, returned = self._draws.draw(logits, sampled, masks)
+        self._last_tokens[upload(sampled, tokens.device)] = tokens
         # Worker and control plane count a token for a row that is not finite, so that they agree on what decodes. The
         # token itself is not returned.
-        positions = rows.num_known[sampled] - rows.num_prompt[sampled]
-        tokens, finite, returned = self._draw(logits, sampled, positions, masks)
-        self._last_tokens[upload(sampled, tokens.device)] = tokens
-        on_host, is_finite = _fetch(tokens, finite)
+        number = rows.note_sampled(sampled)
+        on_host, is_finite = self._copies.start(tokens, finite).read()
         if self._speculation is not None:
             self._speculation.note(sampled, on_host)
         numbers, failed = sampled.astype(np.int32), np.zeros(len(sampled), dtype=np.bool_)
         if masks is not None:
             self._constraints.advance(masks, sampled, on_host)
             failed[masks.failed] = is_finite[masks.failed]
-            is_finite &= ~failed
-        rows.note_sampled(sampled, is_finite)
+            is_finite = is_finite & ~failed
+        rows.note_results(number, sampled, is_finite)
         logprobs: list[RowLogprobs] = []
         num_top = self._sampler.num_logprobs[sampled]
         indices = np.flatnonzero((num_top >= 0) & is_finite)
@@ -358,7 +434,7 @@ class TorchEngine:
                 )
                 for i in indices
             ]
-            logprobs = self._logprobs(returned[upload(indices, logits.device)], requests)
+            logprobs = self._draws.logprobs(returned[upload(indices, logits.device)], requests)
         return PassOutput(
             numbers[is_finite],
             on_host[is_finite],
@@ -366,85 +442,3 @@ class TorchEngine:
             logprobs,
             unconstrained_rows=numbers[failed],
         )
-
-    def _draw(
-        self, logits: torch.Tensor, sampled: Int64Array, positions: Int64Array, masks: Masks | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, whether the logits are finite (see Sampler.sample), and the logits whose log-probabilities are
-        returned. Rows with vocabularies of one size are drawn together."""
-        num_tokens = self._rows.num_tokens[sampled]
-        logits = logits if masks is None else maskable(logits)
-        returned, were_finite = logits, None
-        if masks is not None:
-            self._sampler.lift_bans(masks.lifted)
-            if (self._sampler.num_logprobs[sampled[masks.indices]] >= 0).any():
-                returned = logits.to(torch.float32, copy=True)
-            were_finite = forbid(logits, masks)
-        if (num_tokens == logits.shape[1]).all():
-            groups = [(np.arange(len(sampled)), logits)]
-        else:
-            groups = [(at, logits[upload(at, logits.device), :size]) for size, at in _by_size(num_tokens)]
-        tokens = torch.zeros(len(sampled), dtype=torch.int64, device=logits.device)
-        finite = torch.zeros(len(sampled), dtype=torch.bool, device=logits.device)
-        for indices, own in groups:
-            rows, at = sampled[indices], positions[indices]
-            processed = self._sampler.processed_logits(own, rows, at)
-            if processed is not None:
-                if returned is logits:
-                    returned = logits.to(torch.float32, copy=True)
-                returned[upload(indices[processed[0]], logits.device), : own.shape[1]] = processed[1]
-            drawn = self._sampler.sample(own, rows, at)
-            if len(groups) == 1:
-                tokens, finite = drawn
-            else:
-                there = upload(indices, logits.device)
-                tokens[there], finite[there] = drawn
-        if masks is not None and were_finite is not None:
-            finite[upload(masks.indices, logits.device)] &= were_finite
-        return tokens, finite, returned
-
-    def _logprobs(self, logits: torch.Tensor, requests: list[LogprobsRequest]) -> list[RowLogprobs]:
-        """compute_logprobs, over the vocabulary of each request's row."""
-        num_tokens = self._rows.num_tokens[np.array([request.row for request in requests], dtype=np.int64)]
-        if (num_tokens == logits.shape[1]).all():
-            return compute_logprobs(logits, requests)
-        counts = np.array([len(request.token_ids) for request in requests])
-        groups = np.repeat(np.arange(len(requests)), counts)
-        found: list[RowLogprobs] = []
-        for size, indices in _by_size(num_tokens):
-            there = upload(np.flatnonzero(np.isin(groups, indices)), logits.device)
-            found += compute_logprobs(logits[there, :size], [requests[index] for index in indices.tolist()])
-        order = {request.row: index for index, request in enumerate(requests)}
-        return sorted(found, key=lambda part: order[part.row])
-
-    def _mark_dirty(self, rows: Int32Array) -> None:
-        """Remember the blocks that these rows filled: the rows end, and their KV may not be finite."""
-        for row in rows.tolist():
-            self.kv_cache.mark_dirty(self._rows.own_blocks_of(row))
-
-    def _clean_fresh_blocks(self, plan: StepPlan) -> None:
-        """Make blocks finite before rows fill them: appended blocks, and new rows' blocks behind computed tokens."""
-        size = self.capacities.block_size
-        fresh = [plan.appended_blocks[:, 1]]
-        fresh += [new.block_ids[-(-new.num_computed_tokens // size) :] for new in plan.new_rows]
-        dirty = self.kv_cache.dirty_of(np.concatenate(fresh))
-        if len(dirty) == 0:
-            return
-        if self._host_blocks is not None:
-            self._host_blocks.before_writing(dirty.astype(np.int64))
-        self.kv_cache.make_finite(dirty)
-
-
-def _by_size(num_tokens: Int64Array) -> list[tuple[int, Int64Array]]:
-    """Sizes of vocabularies, each with the indices that have it."""
-    return [(size, np.flatnonzero(num_tokens == size)) for size in np.unique(num_tokens).tolist()]
-
-
-def _fetch(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[Int32Array, BoolArray]:
-    """Copy tokens [n] and finite [n] to the host in one transfer."""
-    both = torch.stack([tokens, finite.to(tokens.dtype)]).cpu().numpy()
-    return both[0].astype(np.int32), both[1].astype(np.bool_)
-
-
-def _microseconds(started: float) -> int:
-    return int((time.perf_counter() - started) * 1e6)

@@ -9,21 +9,22 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from data_plane.engine.memory.pinned import pinned_zeros
 from data_plane.engine.rows import Int64Array
 from data_plane.plan import Int32Array
-from kernels.swap_blocks import swap_blocks
+from kernels.swap_blocks import BlockSwaps
 
 
 class HostBlocks:
     """Host copies of caches [num_blocks, ...]. On a GPU they are pinned, and moves run beside the computation."""
 
     def __init__(self, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
-        self._caches = list(caches)
-        is_cuda = self._caches[0].is_cuda
-        self._host = [
-            torch.zeros((num_blocks, *cache.shape[1:]), dtype=cache.dtype, pin_memory=is_cuda) for cache in self._caches
-        ]
-        self._stream = torch.cuda.Stream(self._caches[0].device) if is_cuda else None  # type: ignore[no-untyped-call]  # torch's stubs
+        self._device = caches[0].device
+        is_cuda = self._device.type == "cuda"
+        shapes = [((num_blocks, *cache.shape[1:]), cache.dtype) for cache in caches]
+        host = pinned_zeros(shapes) if is_cuda else [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+        self._swaps = BlockSwaps(caches, host)
+        self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]  # torch's stubs
         # Blocks that are still being copied out, and the event after which they are free. The next batch waits for it.
         self._leaving: tuple[torch.cuda.Event, Int64Array] | None = None
         # Moves that may not have ended: the events before and after each, and its number of blocks.
@@ -41,16 +42,18 @@ class HostBlocks:
         outs, ins = (torch.from_numpy(pairs.astype(np.int64)) for pairs in (swap_outs, swap_ins))
         if self._stream is None:
             started = time.perf_counter()
-            self._copy(outs, ins)
+            self._swaps.swap_out(outs)
+            self._swaps.swap_in(ins)
             self._num_moved += len(outs) + len(ins)
             self._moved_us += (time.perf_counter() - started) * 1e6
             return
-        current = torch.cuda.current_stream(self._caches[0].device)
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)  # earlier steps have written these blocks, or have finished reading them
         with torch.cuda.stream(self._stream):
             before, event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's stubs
             before.record()
-            self._copy(outs, ins)
+            self._swaps.swap_out(outs)
+            self._swaps.swap_in(ins)
             event.record()
         self._timed.append((before, event, len(outs) + len(ins)))
         if len(ins):
@@ -68,7 +71,7 @@ class HostBlocks:
         if event.query():  # type: ignore[no-untyped-call]  # torch's stubs
             self._leaving = None
         elif np.isin(leaving, block_ids).any():
-            torch.cuda.current_stream(self._caches[0].device).wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)
             self._leaving = None
 
     def take_moved(self) -> tuple[int, int]:
@@ -80,8 +83,3 @@ class HostBlocks:
         moved = self._num_moved, round(self._moved_us)
         self._num_moved, self._moved_us = 0, 0.0
         return moved
-
-    def _copy(self, outs: torch.Tensor, ins: torch.Tensor) -> None:
-        for cache, host in zip(self._caches, self._host, strict=True):
-            swap_blocks(cache, host, outs)
-            swap_blocks(host, cache, ins)

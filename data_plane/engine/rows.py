@@ -6,6 +6,8 @@ torch: values are on the host. Only the last sampled tokens are kept on the devi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +18,15 @@ from data_plane.plan import Int32Array, NewRow, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """A row between two steps."""
+
+    is_used: bool
+    slot: int | None  # of its adapter; None: the base model
+    num_computed: int  # leading tokens whose KV is in the cache
 
 
 class Rows:
@@ -54,8 +65,11 @@ class Rows:
         self.slot = np.full(max_rows, -1, dtype=np.int32)  # adapter slot, -1 for none
         self.slot_generation = np.zeros(max_rows, dtype=np.int64)
         self.is_host_fed = np.zeros(max_rows, dtype=np.bool_)  # decodes only in steps that feed it
-        # The row's KV may hold values that are not finite: no finite logits came from it yet.
+        # The row's KV may hold values that are not finite: it is not known that its last logits were finite.
         self.maybe_non_finite = np.zeros(max_rows, dtype=np.bool_)
+        self._last_sampled = np.full(max_rows, -1, dtype=np.int64)  # number of the last step in which the row sampled
+        self._num_sampled = 0  # steps that sampled
+        self.begun = np.zeros(max_rows, dtype=np.int64)  # how often a row with this number began
         self.token_ids: dict[int, Int32Array] = {}  # given tokens of rows whose prefill has not ended
         self.adapters = RowAdapters(max_rows, scaled)
 
@@ -65,8 +79,14 @@ class Rows:
         self.is_paused[:] = False
         self.is_decoding[:] = False
         self.maybe_non_finite[:] = False
+        self._last_sampled[:] = -1
         self.token_ids.clear()
         self.adapters.clear()
+
+    def inspect(self, row: int) -> RowState:
+        """What is known of a row."""
+        slot = int(self.slot[row])
+        return RowState(bool(self.is_used[row]), slot if slot >= 0 else None, int(self.num_computed[row]))
 
     def own_blocks_of(self, row: int) -> Int32Array:
         """The row's blocks that the row itself fills, copies of other rows' blocks included."""
@@ -79,6 +99,7 @@ class Rows:
             if not self.is_used[row]:
                 raise PlanRefused(f"freed_rows names row {row}, which is not used")
             self.is_used[row] = self.is_paused[row] = self.is_decoding[row] = self.maybe_non_finite[row] = False
+            self._last_sampled[row] = -1
             self.token_ids.pop(row, None)
         self.adapters.free(rows)
 
@@ -105,6 +126,7 @@ class Rows:
             raise PlanRefused(f"new row {row} has a token id outside [0, {vocab_size})")
         self._check_blocks(f"new row {row}", new.block_ids)
         self.adapters.add(new)
+        self.begun[row] += 1
         self.is_used[row] = self.maybe_non_finite[row] = True
         self.is_paused[row] = self.is_decoding[row] = False
         self.num_known[row] = num_tokens
@@ -141,12 +163,23 @@ class Rows:
                 raise PlanRefused(f"{name} names row {row}, which is {'paused' if is_paused else 'not paused'} already")
             self.is_paused[rows] = is_paused
 
-    def note_sampled(self, rows: Int64Array, is_finite: BoolArray) -> None:
-        """These rows sampled a token each, which they feed next; is_finite [n]: whether their logits were finite."""
+    def note_sampled(self, rows: Int64Array) -> int:
+        """These rows sampled a token each, which they feed next. The number of the step, for `note_results`."""
+        self._num_sampled += 1
         self.num_known[rows] += 1
         self.is_decoding[rows] = True
-        self.maybe_non_finite[rows] = ~is_finite
+        self.maybe_non_finite[rows] = True
+        self._last_sampled[rows] = self._num_sampled
         self.forget_given(rows)
+        return self._num_sampled
+
+    def note_results(self, number: int, rows: Int64Array, is_finite: BoolArray) -> None:
+        """The results of a step with this number came; is_finite [n]: whether the logits of these rows were finite.
+
+        Rows that ended meanwhile, or sampled in a later step, are left alone.
+        """
+        is_last = self._last_sampled[rows] == number
+        self.maybe_non_finite[rows[is_last]] = ~is_finite[is_last]
 
     def sit_out(self, rows: Int64Array) -> None:
         """These rows computed and did not sample: they feed their last token again."""

@@ -1,20 +1,21 @@
 """Runs every kind of step once, so that the kernels are compiled before the worker serves.
 
-Called by build.py on devices that compile kernels. Drives the engine as a control plane would, with adapters that add
-nothing, and leaves the engine empty.
+Called by build.py on devices that compile kernels; memory/largest_step.py runs the largest steps, to measure them.
+Drives the engine as a control plane would, with adapters that add nothing, and leaves the engine empty.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from contract.hello_bounds import MAX_ROWS, MAX_STEP_TOKENS
 from contract.process_log import Progress, shown
-from data_plane.engine.engine import TorchEngine
+from data_plane.engine.engine import PROMPT_LOGITS_BYTES, TorchEngine
 from data_plane.errors import ArenaFull
 from data_plane.plan import Capacities, NewRow, RowSampling, StepPlan
 
@@ -45,6 +46,8 @@ _EVERYTHING = RowSampling(
     biases=np.ones(1, dtype=np.float32),
     num_logprobs=1,
 )
+# A prompt's log-probabilities need the logits of its tokens, up to PROMPT_LOGITS_BYTES of them.
+_SCORED = replace(_GREEDY, num_prompt_logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,15 @@ class Case:
     sampling: RowSampling = _GREEDY
 
 
-def cases() -> list[Case]:
-    """All cases, those of one adapter next to each other. The first is the largest step that a plan may contain."""
+def cases(captured_sizes: Sequence[int] = ()) -> list[Case]:
+    """All cases, those of one adapter next to each other. The first is the largest step that a plan may contain.
+
+    captured_sizes: numbers of rows whose decodes are captured, each of which has to run before.
+    """
     return [
         # The largest step goes first: if memory is short, the worker says so at once.
         Case(MAX_ROWS, MAX_STEP_TOKENS, sampling=_EVERYTHING),
-        *(Case(num_rows, 1) for num_rows in MANY_ROWS),
+        *(Case(num_rows, 1) for num_rows in sorted({*MANY_ROWS, *captured_sizes})),
         *(Case(num_rows, SHORT_CHUNK, sampling=sampling) for num_rows in (1, 3) for sampling in (_DRAWN, _EVERYTHING)),
         *(Case(num_rows, LONG_CHUNK, num_context) for num_rows in (1, 3) for num_context in (0, LONG_CONTEXT)),
         *(
@@ -75,12 +81,46 @@ def cases() -> list[Case]:
     ]
 
 
-def warm_up(engine: TorchEngine) -> int:
-    """Run every case, reduced to what the engine holds. Returns the number of steps. The engine must be empty."""
+def run_largest_steps(engine: TorchEngine) -> int:
+    """Run the steps that take the most memory, and return the tokens of the largest. The engine must be empty.
+
+    The most tokens over the most rows, with an adapter of the largest usual rank that fits and every option of
+    sampling; the decodes of all rows after it; and a prompt whose log-probabilities are wanted.
+    """
+    rank = _load_largest(engine)
+    capacities, num_steps, num_tokens = engine.capacities, 0, 0
+    num_scored = max(PROMPT_LOGITS_BYTES // (4 * capacities.vocab_size), 1)
+    for case in (
+        Case(MAX_ROWS, MAX_STEP_TOKENS, rank=rank, sampling=_EVERYTHING),
+        Case(1, min(num_scored, MAX_STEP_TOKENS), sampling=_SCORED),
+    ):
+        for plan in _plans(case, capacities, num_steps + 1, 1):
+            engine.execute(plan)
+            num_steps += 1
+            num_tokens = max(num_tokens, int(plan.prefills[:, 1].sum()))
+    return num_tokens
+
+
+def _load_largest(engine: TorchEngine) -> int:
+    """Fill slot 0 with generation 1: of the ranks of ADAPTERS the highest that fits, which is returned; 0 if none."""
+    for rank, has_vectors in reversed(ADAPTERS):
+        try:
+            engine.arena.load_zeros(0, 1, rank, has_vectors=has_vectors)
+        except ArenaFull:
+            continue
+        return rank
+    return 0
+
+
+def warm_up(engine: TorchEngine, captured_sizes: Sequence[int] = ()) -> int:
+    """Run every case, reduced to what the engine holds. Returns the number of steps. The engine must be empty.
+
+    captured_sizes: see `cases`.
+    """
     started = time.perf_counter()
     num_steps = 0
     ready, generation = (0, False), 0
-    to_run = cases()
+    to_run = cases(captured_sizes)
     logger.info("warm-up cases=%d", len(to_run), extra=shown("warming up: runs each kind of step once"))
     progress = Progress(logger, "warm-up", len(to_run))
     for case in to_run:
@@ -123,13 +163,23 @@ def _plans(case: Case, capacities: Capacities, step_id: int, generation: int) ->
     )
     blocks_of_row = -(-(num_tokens + 1) // size)
     rows = np.arange(num_rows, dtype=np.int32)
+    prefilled = np.full_like(rows, num_tokens)
+    # The last row takes the step's remaining tokens, as far as there is room.
+    prefilled[-1] = min(
+        case.num_tokens,
+        capacities.max_step_tokens - (num_rows - 1) * num_tokens,
+        (num_blocks - (num_rows - 1) * blocks_of_row) * size - 1,
+        capacities.max_model_len - num_context - 1,
+    )
     new_rows = [
         NewRow(
             row=row,
-            token_ids=np.arange(num_context + num_tokens, dtype=np.int32) % capacities.vocab_size,
-            num_prompt_tokens=num_context + num_tokens,
+            token_ids=np.arange(num_context + prefilled[row], dtype=np.int32) % capacities.vocab_size,
+            num_prompt_tokens=num_context + int(prefilled[row]),
             num_computed_tokens=num_context,
-            block_ids=np.array(shared + list(range(row * blocks_of_row, (row + 1) * blocks_of_row)), dtype=np.int32),
+            block_ids=np.concatenate(
+                [shared, row * blocks_of_row + np.arange(-(-(prefilled[row] + 1) // size))]
+            ).astype(np.int32),
             slot=0 if case.rank else None,
             slot_generation=generation,
             sampling=case.sampling,
@@ -139,7 +189,7 @@ def _plans(case: Case, capacities: Capacities, step_id: int, generation: int) ->
     copies = np.array([(0, capacities.num_blocks - 1)] if capacities.num_blocks > 1 else [], dtype=np.int32).reshape(
         -1, 2
     )
-    prefills = np.stack([rows, np.full_like(rows, num_tokens)], axis=1)
+    prefills = np.stack([rows, prefilled], axis=1)
     return [
         StepPlan(step_id, new_rows=new_rows, prefills=prefills),
         StepPlan(step_id + 1),

@@ -132,6 +132,11 @@ def attach(module: nn.Module, attention: Attends) -> None:
     setattr(module, _ATTRIBUTE, attention)
 
 
+def detach(module: nn.Module) -> None:
+    """Let go of what was attached, and of its cache."""
+    delattr(module, _ATTRIBUTE)
+
+
 def attention_of(module: nn.Module) -> Attends:
     """What was attached to the module."""
     attention: Attends = getattr(module, _ATTRIBUTE)

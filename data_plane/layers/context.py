@@ -9,14 +9,14 @@ import torch
 
 from data_plane.adapters.step.lora_step import LoraStep
 from data_plane.adapters.step.row_step import RowStep
-from kernels.paged_attention import AttentionBatch
+from kernels.paged_attention import AttentionBatch, RowBatch
 
 
 class StepContext:
     """The current step; between steps everything is None."""
 
     def __init__(self) -> None:
-        self.attention: AttentionBatch | None = None
+        self.attention: AttentionBatch | RowBatch | None = None
         self.kv_positions: torch.Tensor | None = None  # int64 [num_tokens]: where each token's KV goes
         self.lora: LoraStep | None = None  # None: no token of the step has an adapter
         self.head_lora: LoraStep | None = None  # adapters of the rows that the head sees; None: none targets the head
@@ -26,7 +26,7 @@ class StepContext:
 
     def begin(
         self,
-        attention: AttentionBatch,
+        attention: AttentionBatch | RowBatch,
         kv_positions: torch.Tensor,
         lora: LoraStep | None,
         head_lora: LoraStep | None = None,

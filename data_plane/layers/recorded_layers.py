@@ -92,7 +92,7 @@ class RecordedLayers:
         stream.copy_(hidden_states)
         context = self._context
         assert context.attention is not None, "no step was begun"
-        attention = attentions.attention_step(context.attention, self._block_size)
+        attention = attentions.attention_step(context.attention.on_host(), self._block_size)
         turned = rotations.rotation(cos, sin, context.kv_positions)
         step = Step(num_tokens=num_tokens, rotation=turned.address, attention=ctypes.addressof(attention))
         program = self._program

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from data_plane.plan import TargetKind, TargetModule
 
 logger = logging.getLogger(__name__)
 
+ReadWeights = Callable[[Path, PretrainedConfig, torch.dtype], PreTrainedModel]
 _UNNAMED_LENGTH = 2048  # tokens that a model is checked for if its configuration names no length
 _MAX_ERROR_CHARS = 300
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
@@ -160,8 +162,12 @@ def load_model(
     max_model_len: int | None = None,
     max_adapter_model_len: int | None = None,
     kv_tokens: int | None = None,
+    read_weights: ReadWeights | None = None,
 ) -> LoadedModel:
     """The checkpoint in `model_dir`, ready for its KV cache. Raises ConfigError, UnsupportedModel among them.
+
+    `read_weights` makes the model from the folder, its configuration and the dtype, with attention PROBE_NAME; None:
+    the folder's weights are read.
 
     dtype "auto" is the checkpoint's own. The model is checked for the longest context that can be served, which is the
     least of its own limit, max_model_len and kv_tokens (the KV cache's tokens), or for max_adapter_model_len if that is
@@ -174,15 +180,10 @@ def load_model(
     served_length = max(length, max_adapter_model_len or 0)
     torch_dtype = resolve_dtype(config, dtype)
     if device.type == "cpu" and torch_dtype == torch.bfloat16 and not _has_bfloat16():
-        # Measured on a CPU with AVX-512 only: 20 to 25 GFLOP/s of a core for products of 32 tokens, 63 to 77 in
-        # float32.
-        logger.warning(
-            "this CPU has no bfloat16 arithmetic and emulates it: a batch takes about three times as long as in "
-            "float32; --dtype float32 for control plane and worker takes twice the memory"
-        )
+        _warn_of_emulation()
     if getattr(config.get_text_config(), "alibi", False):
         raise UnsupportedModel(f"model type {config.model_type}: ALiBi attention is not served")
-    model = _read_weights(model_dir, config, torch_dtype).to(device).eval()  # type: ignore[arg-type]  # HF's stubs
+    model = (read_weights or _read_weights)(model_dir, config, torch_dtype).to(device).eval()  # type: ignore[arg-type]  # HF's stubs
     model.requires_grad_(False)
     if max_adapter_model_len is not None and rotary_of(model) is None:
         raise ConfigError("--max-adapter-model-len: this model has no rotary embedding that adapters could scale")
@@ -269,6 +270,14 @@ def _leave_files(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if not parameter.is_meta and not parameter.is_inference():  # a fused part's bias is a copy already
             parameter.data = parameter.data.clone()
+
+
+def _warn_of_emulation() -> None:
+    # Measured on a CPU with AVX-512 only: 20 to 25 GFLOP/s of a core for products of 32 tokens, 63 to 77 in float32.
+    logger.warning(
+        "this CPU has no bfloat16 arithmetic and emulates it: a batch takes about three times as long as in float32; "
+        "--dtype float32 for control plane and worker takes twice the memory"
+    )
 
 
 def _has_bfloat16() -> bool:

@@ -20,6 +20,7 @@ import grpc
 from motet.tls import TlsError, TlsFiles, handshake_error
 
 from contract import OLDEST_PROTOCOL, PROTOCOL
+from contract.plan_stream.unknown_fields import unknown_field
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.config import TLS_FLAGS
 from data_plane.errors import SelfCheckFailed
@@ -215,7 +216,7 @@ class PlanClient:
             stream.send(encode_hello(self._engine.capacities, self._settings.worker_id, self._last_epoch))
             reader = threading.Thread(target=stream.read, name="plan-reader", daemon=True)
             welcome_timer = threading.Timer(WELCOME_TIMEOUT_S, stream.cancel)
-            welcome_timer.daemon = True
+            welcome_timer.name, welcome_timer.daemon = "welcome-timer", True
             reader.start()
             welcome_timer.start()
             try:
@@ -277,6 +278,8 @@ class PlanClient:
                 f"the control plane chose protocol {welcome.protocol}, and this worker speaks "
                 f"{OLDEST_PROTOCOL} to {PROTOCOL}"
             )
+        if (field := unknown_field(welcome)) is not None:
+            return Ended(f"{field}, of protocol {welcome.protocol}, is not known to this release of the worker")
         if welcome.epoch <= self._last_epoch:
             return Ended(
                 f"epoch {welcome.epoch} is not above {self._last_epoch}, which this worker served already: an older "

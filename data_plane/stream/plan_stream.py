@@ -42,7 +42,11 @@ class Stop:
     """In the inbox: the process must end."""
 
 
-InboxItem = plan_pb2.AttachResponse | Ended | Leave | Stop
+class Failed:
+    """In the inbox: a step that was submitted has no results."""
+
+
+InboxItem = plan_pb2.AttachResponse | Ended | Leave | Stop | Failed
 
 
 class OpenCall(Protocol):

@@ -1,7 +1,8 @@
 """One session with the control plane, from its Welcome to its end: messages in order into the engine, results back.
 
-Threads: the caller's (inbox -> engine), loaders (adapter loads) and a watch (session_watch.py), beside the reader that
-fills the inbox (plan_stream.py). The engine is empty before and after a session.
+Threads: the caller's (inbox -> engine), loaders (adapter loads), a watch (session_watch.py) and one that waits for a
+device's results (step_results.py), beside the reader that fills the inbox (plan_stream.py). The engine is empty before
+and after a session.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty
 
+from contract.plan_stream.unknown_fields import unknown_field
 from contract.v1 import plan_pb2
 from data_plane.errors import AdapterLoadError, AdapterMismatch, PlanRefused, WorkerError
 from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.spans import span
 from data_plane.stream.constraints import SessionConstraints
-from data_plane.stream.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
+from data_plane.stream.plan_stream import Ended, Failed, InboxItem, Leave, PlanStream, Stop
+from data_plane.stream.row_log import log_new_rows
 from data_plane.stream.session_watch import LeaveReason, SessionWatch, WatchTimes, WorkInHand
+from data_plane.stream.step_results import StepFailed, StepResults
 from data_plane.wire import decode_steps, encode_output
 
 logger = logging.getLogger(__name__)
@@ -71,6 +75,7 @@ class Session:
         self._watch = SessionWatch(stream, self._work, times, self._heartbeat, clock, exit_process, leave_reason)
         self._loaders = ThreadPoolExecutor(load_threads, thread_name_prefix="adapter-load")
         self._constraints = SessionConstraints()
+        self._results = StepResults(self._send_results, on_failure=lambda: stream.inbox.put(Failed()))
         self._last_step_id = 0
         self._is_closed = False  # nothing more is to be sent
 
@@ -89,6 +94,7 @@ class Session:
             self._stream.cancel()
             self._close_source()
             self._loaders.shutdown(wait=True, cancel_futures=True)
+            self._results.close()
             self._engine.reset()
             self._engine.slots.clear()
             self._watch.finish()
@@ -109,15 +115,21 @@ class Session:
             if isinstance(item, Stop):
                 self._close("the worker stops")
                 return None
-            kind = item.WhichOneof("message")
-            if kind == "drain":
-                logger.info("drained epoch=%d: %s", self.epoch, item.drain.reason)
-                self._close("the worker was drained")
-                return None
+            step_id = 0
             try:
-                self._handle(kind, item)
-            except Exception as error:  # the loop's edge: the session ends, the worker lives
+                if isinstance(item, Failed):
+                    self._results.raise_failure()
+                    continue
+                kind = item.WhichOneof("message")
+                if kind == "drain":
+                    logger.info("drained epoch=%d: %s", self.epoch, item.drain.reason)
+                    self._close("the worker was drained")
+                    return None
                 step_id = item.step_plan.step_id if kind == "step_plan" else 0
+                self._handle(kind, item)
+            except StepFailed as failed:
+                return self._fail(failed.error, failed.step_id)
+            except Exception as error:  # the loop's edge: the session ends, the worker lives
                 return self._fail(error, step_id)
 
     def _next_item(self) -> InboxItem:
@@ -126,6 +138,8 @@ class Session:
                 return self._stream.inbox.get(timeout=SIGNAL_DELAY_S)
 
     def _handle(self, kind: str | None, item: plan_pb2.AttachResponse) -> None:
+        if (field := unknown_field(item)) is not None:  # to leave it out may compute something else than was planned
+            raise PlanRefused(f"{field} is not known to this release of the worker")
         if kind == "step_plan":
             self._run_steps(item.step_plan)
         elif kind == "load_adapter":
@@ -152,22 +166,27 @@ class Session:
         with span("decode the plan"):
             steps = decode_steps(plan, self._constraints.of)
         for step in steps:
+            log_new_rows(step, self.epoch)
             self._last_step_id = step.step_id
-            self._work.step = step.step_id, self._clock()
+            self._work.steps[step.step_id] = self._clock()
             with span("step"):
-                output = self._engine.execute(step)
-            self._work.step = None
-            with span("encode the result"):
-                self._stream.send(encode_output(output, self.epoch))
-            self._work.num_steps += 1
-            self._on_step(step, output)
+                pending = self._engine.submit(step)
+            self._results.add(step, pending)
+
+    def _send_results(self, step: StepPlan, output: StepOutput) -> None:
+        """On whichever thread had the results."""
+        with span("encode the result"):
+            self._stream.send(encode_output(output, self.epoch))
+        self._work.end_step(step.step_id, self._clock())
+        self._on_step(step, output)
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
             raise PlanRefused(f"epoch {epoch} in a session of epoch {self.epoch}")
 
     def _fail(self, error: Exception, step_id: int) -> Ended:
-        """Report the error and end the session."""
+        """Report the error and end the session. The results of earlier steps leave first."""
+        self._results.drain()
         reason = f"{type(error).__name__}: {error}"
         if not isinstance(error, WorkerError):
             logger.error("engine failed epoch=%d step_id=%d", self.epoch, step_id, exc_info=error)
@@ -177,7 +196,9 @@ class Session:
         return Ended(f"fault in step {step_id}: {reason}")
 
     def _close(self, reason: str) -> None:
-        """Send a Leave and end the session. Without a Leave the control plane would count the worker as dead."""
+        """Send a Leave and end the session. Without a Leave the control plane would count the worker as dead. The
+        results of steps under way leave first."""
+        self._results.drain()
         self._stream.send(plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason=reason)))
         self._wait_for_end()
 

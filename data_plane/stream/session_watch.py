@@ -31,11 +31,26 @@ MAX_DELAY_S = 1.0
 
 @dataclass
 class WorkInHand:
-    """What the threads of a session are doing: written by the compute thread and the loaders, read by the watch."""
+    """What the threads of a session are doing: written by those that do it, read by the watch.
 
-    step: tuple[int, float] | None = None  # (step_id, since when); one assignment, so that both belong together
+    Each change is one operation of a dictionary, so that no reader sees half of it.
+    """
+
+    steps: dict[int, float] = field(default_factory=dict)  # step_id -> since when, the oldest first
     num_steps: int = 0  # executed
     loads: dict[tuple[int, int], float] = field(default_factory=dict)  # (slot, generation) -> since when
+
+    @property
+    def step(self) -> tuple[int, float] | None:
+        """The step that is executed, and since when."""
+        return next(iter(list(self.steps.items())), None)
+
+    def end_step(self, step_id: int, now_s: float) -> None:
+        """A step ended: the next one, if it was submitted already, is executed from now on."""
+        self.steps.pop(step_id, None)
+        self.num_steps += 1
+        if (following := self.step) is not None:
+            self.steps[following[0]] = now_s
 
 
 class LeaveReason(Protocol):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from data_plane.adapters.format.host_tier import HostTierStats
 from data_plane.errors import ConfigError
 from data_plane.metrics import WorkerMetrics
 from data_plane.plan import StepOutput
@@ -43,7 +44,8 @@ def output(
 
 class Shown:
     def __init__(self) -> None:
-        self.metrics = WorkerMetrics(AnEngine())  # type: ignore[arg-type]  # what the metrics read of it
+        stats = HostTierStats(num_hits=3, num_misses=2, num_adapters=1, used_bytes=500, budget_bytes=900)
+        self.metrics = WorkerMetrics(AnEngine(), lambda: stats)  # type: ignore[arg-type]  # what the metrics read of it
         self.is_attached = False
         self.port = self.metrics.open_port("127.0.0.1:0", lambda: self.is_attached)
 
@@ -88,6 +90,8 @@ def test_loads_memory_and_readiness() -> None:
     assert values["motet_adapter_load_seconds_sum", "ready"] == 0.2
     assert values["motet_adapter_load_seconds_count", "failed"] == 1
     assert values["motet_worker_arena_used_bytes", ""] == 77
+    assert values["motet_pinned_loads_total", "hit"] == 3 and values["motet_pinned_loads_total", "miss"] == 2
+    assert values["motet_pinned_used_bytes", ""] == 500
     with pytest.raises(urllib.error.HTTPError, match="503"):
         urllib.request.urlopen(f"http://{shown.port.address}/readyz")
     shown.is_attached = True

@@ -21,8 +21,16 @@ from contract.v1 import plan_pb2
 from contract.v1.plan_pb2_grpc import WorkerServiceStub
 from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource
 from data_plane.config import WorkerConfig
-from data_plane.errors import ConfigError
-from data_plane.worker import SWITCH_INTERVAL_S, host_cache_access, main, refuse_foreign_kernels, settle, source_factory
+from data_plane.errors import AdapterUnavailable, ConfigError
+from data_plane.worker import (
+    SWITCH_INTERVAL_S,
+    host_cache_access,
+    host_tier,
+    main,
+    refuse_foreign_kernels,
+    settle,
+    source_factory,
+)
 from tests.fakes.fleet_rig import FINGERPRINT, GrpcRig, expected, make_request, read_all
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +98,20 @@ def test_a_url_of_the_worker_itself_goes_before_that_of_the_control_plane(tmp_pa
     access, _ = host_cache_access(config, welcome("redis://motet-worker@far", needs_password=True))
     assert access is not None and access.url.endswith("@near")
     assert "planted" not in f"{config!r} {config.describe()} {access!r}"
+
+
+def test_adapters_are_kept_in_host_memory_only_where_a_budget_is_given(tmp_path: Path) -> None:
+    assert host_tier(worker_config(tmp_path)) is None
+    tier = host_tier(worker_config(tmp_path, pinned_bytes=1 << 20, device="cpu"))
+    assert tier is not None and tier.stats().budget_bytes == 1 << 20
+    make_source = source_factory(worker_config(tmp_path), tier)
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        sources = [make_source(WorkerServiceStub(channel), welcome("")) for _ in range(2)]  # of two sessions
+    for source in sources:
+        assert not isinstance(source, ControlPlaneSource)
+        with pytest.raises(AdapterUnavailable):
+            source.open("a" * 64)
+    assert tier.stats().num_misses == 2
 
 
 def test_without_a_password_adapters_come_through_the_control_plane_and_the_log_says_so_once(

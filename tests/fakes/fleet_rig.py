@@ -261,7 +261,8 @@ class LoopbackWorker:
     ) -> None:
         self.engine = HashEngine(capacities, faults)
         self.fleet = fleet
-        self.session = fleet.attach(encode_hello(capacities, worker_id, last_epoch).hello)
+        self.hello = encode_hello(capacities, worker_id, last_epoch).hello
+        self.session = fleet.attach(self.hello)
         self.results: list[plan_pb2.AttachRequest] = []  # executed steps and loads, not sent
         self.pongs: list[plan_pb2.AttachRequest] = []  # they leave with the next results
         self.plans: list[plan_pb2.StepPlan] = []  # every plan received

@@ -18,8 +18,10 @@ from data_plane.errors import PlanRefused
 from data_plane.plan import (
     AdapterSlots,
     Capacities,
+    DoneStep,
     Int32Array,
     NewRow,
+    PendingStep,
     PooledRow,
     PoolingKind,
     RowAdapters,
@@ -112,6 +114,10 @@ class HashEngine:
     def read_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Write down that it came."""
         self.read_digests.append(vocabulary.digest)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """The step has ended when this returns."""
+        return DoneStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """One step of every decoding row, the fed ones and the prefills."""

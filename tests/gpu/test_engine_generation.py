@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.data_plane.engine.planner import Planner
-from tests.data_plane.engine.test_oracle import serve
-from tests.makers import ARCHS
+from data_plane.engine.build import build_engine
+from tests.data_plane.engine.planner import Planner, array, make_plan
+from tests.data_plane.engine.test_engine import PROMPT, new_row
+from tests.data_plane.engine.test_oracle import serve, worker_config
+from tests.makers import ARCHS, make_checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -21,3 +24,17 @@ def test_mixed_batch_gives_the_tokens_of_transformers_and_peft_alone(arch: str, 
         jobs = served.jobs()
         Planner(served.engine, chunk=chunk, max_running=9).run([job for job, _ in jobs], preempt_at=preempt_at)
         served.check(jobs)
+
+
+def test_a_steady_step_waits_for_nothing(tmp_path: Path) -> None:
+    """CUDA itself raises where a step would wait. Its results come after it."""
+    engine = build_engine(worker_config(make_checkpoint(tmp_path / "llama", "llama"), device="cuda"))
+    rows = [new_row(row, block_ids=array([2 * row, 2 * row + 1])) for row in range(4)]
+    engine.execute(make_plan(1, new=rows, prefills=[(row, len(PROMPT)) for row in range(4)]))
+    engine.execute(make_plan(2))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = [engine.submit(make_plan(step)) for step in (3, 4)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [step.wait().rows.tolist() for step in pending] == [[0, 1, 2, 3]] * 2

@@ -22,7 +22,7 @@ from kernels.rope import cases as rope_cases
 from kernels.sampling import Adjustments, rows_of, sample, token_logprobs
 from kernels.store_kv import cases as store_cases
 from kernels.store_kv import store_kv
-from kernels.swap_blocks import swap_blocks
+from kernels.swap_blocks import BlockSwaps
 from tests.gpu.rope_check import check_rope_and_store_kv
 from tests.kernels.tolerances import assert_close
 
@@ -59,13 +59,14 @@ def test_swap_blocks() -> None:
     """Out to pinned memory and back to other blocks."""
     cache = torch.arange(6 * 32, dtype=torch.float32, device=CUDA).view(6, 4, 8)
     host = torch.zeros(3, 4, 8, pin_memory=True)
-    swap_blocks(cache, host, torch.tensor([[4, 0], [5, 1], [0, 2]]))
-    swap_blocks(host, cache, torch.tensor([[0, 1], [2, 2]]))
+    swaps = BlockSwaps([cache], [host])
+    swaps.swap_out(torch.tensor([[4, 0], [5, 1], [0, 2]]))
+    swaps.swap_in(torch.tensor([[0, 1], [2, 2]]))
     torch.cuda.synchronize()
     assert torch.equal(host, cache[[4, 5, 0]].cpu())
     assert torch.equal(cache[[1, 2]], cache[[4, 0]])
-    with pytest.raises(ValueError, match="pageable memory"):
-        swap_blocks(cache, torch.zeros(3, 4, 8), torch.tensor([[0, 0]]))
+    with pytest.raises(ValueError, match="memory is pageable"):
+        BlockSwaps([cache], [torch.zeros(3, 4, 8)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

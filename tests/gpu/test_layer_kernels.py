@@ -116,6 +116,7 @@ def far_apart(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(tensor.shape, (FAR, *tensor.stride()[1:])).copy_(tensor)
 
 
+@pytest.mark.xdist_group("memory")
 def test_rows_more_than_two_to_the_31_elements_apart() -> None:
     x, weight, residual = norm_cases.make(norm_cases.Case("far", 2, 128, has_residual=True), torch.bfloat16)
     assert residual is not None

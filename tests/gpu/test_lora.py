@@ -145,6 +145,7 @@ def test_fused_modules_of_an_arena_equal_the_packed_matrices() -> None:
     torch.testing.assert_close(y.cpu(), expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.xdist_group("memory")
 def test_rows_more_than_two_to_the_31_elements_apart() -> None:
     inputs = to_device(make_group(replace(WIDE, token_slots=(1, 2)), (1024,), torch.bfloat16), CUDA)
     expected = added(inputs, inputs.y.clone())

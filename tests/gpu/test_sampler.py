@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.engine.sampler import Sampler
+from data_plane.engine.sampling.sampler import Sampler
 from data_plane.plan import NewRow, RowSampling
 
 pytestmark = pytest.mark.gpu

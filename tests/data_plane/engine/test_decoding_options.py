@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from data_plane.engine.batch import split_prefills
 from data_plane.engine.engine import EngineStats, TorchEngine
-from data_plane.engine.logprobs import LEAST_LOGPROB
-from data_plane.engine.sampler import Sampler, SamplerStats
+from data_plane.engine.sampling.logprobs import LEAST_LOGPROB
+from data_plane.engine.sampling.sampler import Sampler, SamplerStats
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import RowLogprobs, RowSampling

@@ -29,16 +29,17 @@ from tests.makers import make_adapter
 
 ROOT = Path(__file__).parents[3]
 UPLOAD = "kernels/devices.py:upload"
-# The results of a step: one wait. It is the only one of a steady step.
-FETCH = "data_plane/engine/engine.py:_fetch"
 # Only in steps with rows that request log-probabilities.
-LOGPROBS = {f"data_plane/engine/logprobs.py:{name}" for name in ("compute_logprobs", "<genexpr>")}
+LOGPROBS = {f"data_plane/engine/sampling/logprobs.py:{name}" for name in ("compute_logprobs", "<genexpr>")}
 # Definitions of the kernels and their forms for the CPU: no GPU runs them.
 CPU_ONLY = ("cpu.py", "native.py", "native_step.py", "reference.py")
 # Calls whose tensor is where it should be already, on a GPU too, and torch's form of attention on a CPU.
 HARMLESS = {
     "data_plane/models/slot_rotary.py:forward",  # transformers moves its frequencies to the device that they are on
-    *(f"kernels/paged_attention/batch.py:{name}" for name in ("build", "_keys", "_decode", "_prefill", "_mask")),
+    *(
+        f"kernels/paged_attention/batch.py:{name}"
+        for name in ("on_host", "build", "_keys", "_decode", "_prefill", "_mask")
+    ),
 }
 WAITING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "unique2", "equal")
 ROWS, PROMPT = 6, [5, 9, 200, 31, 77]
@@ -125,6 +126,12 @@ def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return engine
 
 
+@pytest.fixture
+def on_device(engine: TorchEngine) -> TorchEngine:
+    """The same, with decode steps that are built from the rows' state on the device, as a GPU builds them."""
+    return TorchEngine(engine.model, engine.kv_cache, engine.arena, engine.capacities, decodes_on_device=True)
+
+
 def prefill(engine: TorchEngine, sampling: RowSampling, slots: list[int | None]) -> None:
     new = [
         NewRow(
@@ -148,7 +155,7 @@ def prefill(engine: TorchEngine, sampling: RowSampling, slots: list[int | None])
     [(GREEDY, 6), (RowSampling(temperature=0.8, top_k=20, top_p=0.9, seed=3, repetition_penalty=1.2), 17)],
     ids=["greedy", "drawn"],
 )
-def test_a_steady_step_waits_for_its_results_only(
+def test_a_steady_step_waits_for_nothing(
     engine: TorchEngine, moves: Moves, sampling: RowSampling, most_uploads: int, slots: list[int | None]
 ) -> None:
     """And uploads no more than it did, besides the tables of attention, which a CPU does not upload."""
@@ -157,12 +164,27 @@ def test_a_steady_step_waits_for_its_results_only(
     moves.places.clear()
     moves.upload_bytes.clear()
     with moves:
-        output = engine.execute(make_plan(3))
-    assert len(output.rows) == ROWS
-    assert set(moves.places) == {UPLOAD, FETCH}
-    assert moves.places[FETCH] == 1
+        pending = engine.submit(make_plan(3))
+    assert len(pending.wait().rows) == ROWS
+    assert set(moves.places) == {UPLOAD}
     assert moves.places[UPLOAD] <= most_uploads - (slots[0] is None)
     assert sum(moves.upload_bytes) <= 96 * ROWS, "bytes"
+
+
+@pytest.mark.parametrize("slots", [[None] * ROWS, [0, 1, None, 0, 1, None]], ids=["base", "adapters"])
+@pytest.mark.parametrize("sampling", [GREEDY, RowSampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)], ids=str)
+def test_a_steady_step_built_on_the_device_uploads_nothing(
+    on_device: TorchEngine, moves: Moves, sampling: RowSampling, slots: list[int | None]
+) -> None:
+    prefill(on_device, sampling, slots)
+    on_device.execute(make_plan(2))
+    moves.places.clear()
+    with moves:
+        pending = [on_device.submit(make_plan(step)) for step in (3, 4)]
+        assert not moves.places
+        on_device.submit(make_plan(5, appended=[(1, 40)]))
+        assert moves.places == {UPLOAD: 1} and moves.upload_bytes[-1] == 8, "a place and a block"
+    assert [len(step.wait().rows) for step in pending] == [ROWS, ROWS]
 
 
 @pytest.mark.parametrize(("slots", "num_blocks"), [([0] * ROWS, 1), ([0, 1, None, 0, 1, None], 2)])
@@ -189,13 +211,13 @@ def test_log_probabilities_wait_in_their_own_place(engine: TorchEngine, moves: M
     moves.places.clear()
     with moves:
         engine.execute(make_plan(2))
-    assert set(moves.places) == {UPLOAD, FETCH} | LOGPROBS
+    assert set(moves.places) == {UPLOAD} | LOGPROBS
 
 
-def test_a_prefill_with_adapters_waits_for_its_results_only(engine: TorchEngine, moves: Moves) -> None:
+def test_a_prefill_with_adapters_waits_for_nothing(engine: TorchEngine, moves: Moves) -> None:
     with moves:
         prefill(engine, GREEDY, [0, 1, None])
-    assert set(moves.places) == {UPLOAD, FETCH}
+    assert set(moves.places) == {UPLOAD}
 
 
 def test_the_spy_finds_every_kind_of_wait(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:

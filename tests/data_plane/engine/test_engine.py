@@ -14,7 +14,7 @@ import torch
 from data_plane.config import DEFAULT_ARENA_BYTES
 from data_plane.engine.build import build_engine, check_launches, with_arena
 from data_plane.engine.engine import TorchEngine
-from data_plane.engine.kv_cache import free_host_bytes
+from data_plane.engine.memory.device_memory import HostMemory
 from data_plane.errors import ConfigError, PlanRefused, StaleSlot
 from data_plane.plan import NewRow, RowSampling, StepPlan
 from kernels.tuning import write_table
@@ -345,11 +345,12 @@ def test_blocks_are_counted_from_memory_and_bounded_by_what_rows_can_use(checkpo
 
 def test_an_arena_takes_its_share_of_what_is_free_after_loading(checkpoint: Path) -> None:
     by_share = worker_config(checkpoint, arena_bytes=DEFAULT_ARENA_BYTES, arena_memory_share=0.25)
-    assert with_arena(by_share, torch.device("cpu"), lambda: 1 << 20).arena_bytes == 1 << 18
+    memory = HostMemory()
+    assert 0 < with_arena(by_share, memory).arena_bytes < 0.3 * memory.free_bytes()
     by_bytes = worker_config(checkpoint)
-    assert with_arena(by_bytes, torch.device("cpu"), lambda: 1 << 20) is by_bytes
+    assert with_arena(by_bytes, memory) is by_bytes
     small = worker_config(checkpoint, arena_bytes=DEFAULT_ARENA_BYTES, arena_memory_share=0.001)
-    assert 0 < build_engine(small).capacities.arena_bytes < 0.01 * free_host_bytes()
+    assert 0 < build_engine(small).capacities.arena_bytes < 0.01 * memory.free_bytes()
 
 
 @pytest.mark.parametrize(
@@ -357,9 +358,8 @@ def test_an_arena_takes_its_share_of_what_is_free_after_loading(checkpoint: Path
     [
         ({"max_model_len": 513}, "--max-model-len: 513 is above 512 tokens"),
         ({"max_model_len": 128, "num_blocks": 4}, "--max-model-len: 128 is above the 32 tokens of 4 KV blocks"),
-        ({"num_blocks": None, "arena_bytes": 1 << 60}, "--num-blocks: .* lower --arena-bytes"),
-        ({"num_blocks": None, "host_kv_bytes": 1 << 60}, "--host-kv-bytes 1152921504606846976; .* or --host-kv-bytes"),
-        ({"arena_bytes": 1 << 60}, "--num-blocks 300, --arena-bytes .* do not fit in memory"),
+        ({"num_blocks": None, "host_kv_bytes": 1 << 40}, "--num-blocks: .*, host KV 1024.0 GiB; lower .* or --arena-b"),
+        ({"arena_bytes": 1 << 60}, "--arena-bytes: 1152921504606846976 bytes do not fit in memory"),
         (
             {"arena_bytes": 1},
             "--arena-bytes: 1 bytes hold no adapter: the smallest takes 3072 bytes, one of rank 8 on every linear "
@@ -396,9 +396,9 @@ def test_start_shows_people_how_far_it_is(checkpoint: Path, caplog: pytest.LogCa
         r"preparing native code, .*",
         r"loading \d+\.\d KiB of weights for cpu",
         r"weights loaded and model checked in \d+\.\d s",
-        r"KV cache for 80 tokens: 40\.0 KiB; adapters: 1\.0 MiB",
         r"warming up: .*",
         r"warmed up in \d+\.\d s",
+        r"memory of .* GiB: weights .*, arena 1\.0 MiB, kv 40\.0 KiB; KV cache for 80 tokens",
     ]
     returned = [sentence for sentence in shown if not sentence.startswith(("loading weights:", "warm-up:"))]
     assert len(returned) == len(patterns)

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 ARCHS = ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "olmoe")
+ROUTERS = {"gpt_oss": "router"}  # others: gate
 NUM_TOKENS = 5
 PROMPT_LENGTHS = (1, 6, 23)
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -57,7 +58,7 @@ class Mixture:
 
 def fused_forms(arch: str) -> dict[str, dict[str, Any]]:
     """Adapters that PEFT itself makes."""
-    router = {"gpt_oss": "router.weight"}.get(arch, "gate.weight")
+    router = f"{ROUTERS.get(arch, 'gate')}.weight"
     forms: dict[str, dict[str, Any]] = {
         "linears": {"targets": ["q_proj", "v_proj"], "rank": 8},
         "fused": {"targets": ["o_proj"], "target_parameters": FUSED, "rank": 4},
@@ -91,7 +92,11 @@ def make_mixture(directory: Path, arch: str, **settings: Any) -> Mixture:
         "one by one": {"linears": ["q_proj"]},
         "one by one, some": {"experts": [0, 3], "parts": ["up_proj", "down_proj"], "use_rslora": True, "rank": 9},
     }
+    routers = [ROUTERS.get(arch, "gate"), *(["shared_expert_gate"] if arch == "qwen2_moe" else [])]
+    one_by_one["one by one, routers"] = {"parts": [], "linears": routers, "use_dora": True, "rank": 5}
+    one_by_one["one by one, all"] = {"linears": ["o_proj", *routers], "rank": 3, "use_rslora": True}
     if arch == "gpt_oss":
+        one_by_one["one by one, all"] |= {"parts": ["gate_up_proj", "down_proj"]}
         one_by_one["one by one"] = {"parts": ["gate_up_proj", "down_proj"], "linears": ["q_proj"]}
     else:
         one_by_one["one by one, dora"] = {"use_dora": True, "linears": ["v_proj"]}

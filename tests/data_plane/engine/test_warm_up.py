@@ -62,6 +62,13 @@ def test_every_kind_of_step_is_run(checkpoint: Path) -> None:
     assert any(len(plan.block_copies) for plan, _ in engine.seen)
 
 
+def test_every_captured_size_runs_before_it_is_captured(checkpoint: Path) -> None:
+    engine = watched(checkpoint)
+    warm_up(engine, [1, 2, 8, 24])
+    decodes = {len(output.rows) for plan, output in engine.seen if not plan.new_rows and not len(plan.freed_rows)}
+    assert decodes >= {1, 2, 8, 24}
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -30,7 +30,7 @@ def save(directory: Path, model_type: str, **settings: object) -> Path:
     return directory
 
 
-def load(directory: Path, dtype: str = "auto", **limits: int | None) -> LoadedModel:
+def load(directory: Path, dtype: str = "auto", **limits: Any) -> LoadedModel:
     return load_model(directory, dtype, torch.device("cpu"), max_step_tokens=CPU_TOKEN_BUDGET, **limits)
 
 

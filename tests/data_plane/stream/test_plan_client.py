@@ -68,7 +68,10 @@ class Peer:
         await self._context.abort(code, "as the test says")
 
     async def send(self, **message: object) -> None:
-        await self._context.write(plan_pb2.AttachResponse(**message))  # type: ignore[arg-type]  # the caller names one
+        await self.write(plan_pb2.AttachResponse(**message))  # type: ignore[arg-type]  # the caller names one
+
+    async def write(self, message: plan_pb2.AttachResponse) -> None:
+        await self._context.write(message)
 
 
 async def play(

@@ -62,10 +62,10 @@ class Rig:
 def test_a_heartbeat_reports_the_work_in_hand_and_its_age() -> None:
     rig = Rig()
     rig.look_for(0.5)
-    rig.work.num_steps, rig.work.step = 3, (4, rig.clock())
+    rig.work.num_steps, rig.work.steps = 3, {4: rig.clock()}
     rig.work.loads[2, 7] = rig.clock()
     rig.look_for(1.0)
-    rig.work.step = None
+    rig.work.steps.clear()
     rig.work.loads.clear()
     rig.look_for(0.5)
     first, *busy, last = rig.heartbeats()
@@ -98,7 +98,7 @@ def test_a_step_that_the_control_plane_gave_up_and_that_goes_on_ends_the_process
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = Rig()
-    rig.work.step = (9, rig.clock())
+    rig.work.steps[9] = rig.clock()
     rig.look_for(40.0, is_heard=True)
     assert rig.exits == []
     rig.stream.ended = Ended("DEADLINE_EXCEEDED: step 9 hangs", grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -113,7 +113,7 @@ def test_a_step_that_the_control_plane_gave_up_and_that_goes_on_ends_the_process
 @pytest.mark.parametrize("ends", ["cut", "closed"])
 def test_a_step_that_outlasts_its_session_has_the_time_of_the_longest_step(ends: str) -> None:
     rig = Rig()
-    rig.work.step = (9, rig.clock())
+    rig.work.steps[9] = rig.clock()
     if ends == "cut":
         rig.stream.ended = Ended("UNAVAILABLE: cut", grpc.StatusCode.UNAVAILABLE)
     else:
@@ -138,9 +138,10 @@ def test_a_session_is_left_for_a_reason_and_idle_is_a_look_without_a_step() -> N
     rig.look_for(1.0, is_heard=True)
     rig.work.num_steps = 1
     rig.look_for(1.0, is_heard=True)
-    rig.work.step = (2, rig.clock())
+    rig.work.steps[2] = rig.clock()
     rig.look_for(0.5, is_heard=True)
     assert rig.idle == [False, True, False, True, False] and rig.inbox.empty()
-    rig.work.step, rig.reason = None, "its certificate was replaced"
+    rig.work.steps.clear()
+    rig.reason = "its certificate was replaced"
     rig.look_for(1.0, is_heard=True)
     assert rig.inbox.get_nowait() == Leave("its certificate was replaced") and rig.inbox.empty()
