@@ -18,6 +18,7 @@ from control_plane.fleet.drains import WorkerDrains
 from control_plane.fleet.gate.fencing import WorkerGate
 from control_plane.fleet.gate.hello import BaseModelLike
 from control_plane.fleet.intake import Intake
+from control_plane.fleet.load import FleetLoad
 from control_plane.fleet.placement.dispatcher import Dispatcher
 from control_plane.fleet.placement.isolation import PoisonIsolation
 from control_plane.fleet.placement.migration import Migration
@@ -28,7 +29,9 @@ from control_plane.fleet.requests.quotas import TenantQuotas
 from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.slow_readers import SlowReaders
+from control_plane.fleet.worker_waits import WorkerWaits
 from control_plane.fleet.workers.sessions import SessionTable
+from control_plane.observers.timings import NO_TIMINGS, Timings
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.types import Vocabulary
 
@@ -57,6 +60,7 @@ class FleetParts:
     active_adapters: ActiveAdapters  # which ones unfinished requests use
     drains: WorkerDrains  # workers that an operator is about to stop
     intake: Intake  # which requests are taken on
+    load: FleetLoad  # how many workers the requests need
 
 
 def assemble(
@@ -67,6 +71,7 @@ def assemble(
     clock: Callable[[], float] = time.monotonic,
     audit: AuditLog | None = None,
     vocabulary: Vocabulary | None = None,
+    timings: Timings = NO_TIMINGS,
 ) -> FleetParts:
     """The parts of a new fleet. Call it inside a running event loop.
 
@@ -107,7 +112,10 @@ def assemble(
         awake=awake,
         audit=audit or AuditLog(),
         vocabulary=vocabulary,
+        timings=timings,
     )
+    waits = WorkerWaits(settings, workers, awake)
+    intake = Intake(settings, quotas, counters, jobs, sessions, dispatcher, delivery, waits)
     return FleetParts(
         settings=settings,
         clock=clock,
@@ -128,5 +136,6 @@ def assemble(
         residency=ArenaResidency(sessions, preloads, clock),
         active_adapters=ActiveAdapters(sessions, jobs),
         drains=WorkerDrains(sessions, jobs, dispatcher, workers),
-        intake=Intake(settings, quotas, counters, jobs, sessions, dispatcher, delivery, workers),
+        intake=intake,
+        load=FleetLoad(sessions, jobs, dispatcher, waits),
     )

@@ -24,6 +24,7 @@ from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.fleet.workers.session import WorkerSession
 from control_plane.fleet.workers.sessions import SessionTable
+from control_plane.observers.timings import NO_TIMINGS, Timings
 from control_plane.registry.model.served_modules import WorkerReport
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.types import Outputs, Vocabulary
@@ -52,6 +53,7 @@ class AttachedWorkers:
         awake: AwakeClock,
         audit: AuditLog,
         vocabulary: Vocabulary | None,
+        timings: Timings = NO_TIMINGS,
     ) -> None:
         self._settings = settings
         self._gate = gate
@@ -70,6 +72,7 @@ class AttachedWorkers:
         self._attached_by: dict[int, Caller] = {}  # epoch -> who opened the session
         self._cache_warmer = CacheWarmer(weights)
         self._pinned: set[str] = set()  # digests
+        self._timings = timings
         self._vocabulary = vocabulary  # that every session begins with
         self._no_worker_since_s = awake()  # valid while no worker takes requests
         self._is_closed = False
@@ -78,10 +81,9 @@ class AttachedWorkers:
     # ---- for the fleet ----
 
     @property
-    def is_grace_over(self) -> bool:
-        """Whether no worker has taken requests for longer than `worker_grace_s`."""
-        has_none = not self._sessions.taking
-        return has_none and self._awake() - self._no_worker_since_s >= self._settings.worker_grace_s
+    def no_worker_since_s(self) -> float | None:
+        """Since when no worker takes requests, on the clock of `AwakeClock`; None while one does."""
+        return None if self._sessions.taking else self._no_worker_since_s
 
     def attach(self, hello: plan_pb2.Hello, refusal: Callable[[], str | None] = lambda: None) -> WorkerSession:
         """A session for the worker that sent this Hello. An earlier session of the same process ends.
@@ -104,6 +106,7 @@ class AttachedWorkers:
             self._awake,
             self._counters,
             refusal,
+            self._timings,
         )
         if self._vocabulary is not None:
             session.send_vocabulary(self._vocabulary)

@@ -6,7 +6,6 @@ from collections import Counter
 from functools import partial
 
 from control_plane.errors import DeadlineExceeded, Draining, NoWorker, QueueFull
-from control_plane.fleet.attach import AttachedWorkers
 from control_plane.fleet.delivery import Delivery
 from control_plane.fleet.placement.dispatcher import Dispatcher
 from control_plane.fleet.requests.failures import no_worker_came
@@ -15,6 +14,7 @@ from control_plane.fleet.requests.quotas import TenantQuotas
 from control_plane.fleet.requests.streams import JobStream
 from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.settings import FleetSettings
+from control_plane.fleet.worker_waits import WorkerWaits
 from control_plane.fleet.workers.sessions import SessionTable
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.types import Request
@@ -32,7 +32,7 @@ class Intake:
         sessions: SessionTable,
         dispatcher: Dispatcher,
         delivery: Delivery,
-        workers: AttachedWorkers,
+        waits: WorkerWaits,
     ) -> None:
         self._settings = settings
         self._quotas = quotas
@@ -41,7 +41,7 @@ class Intake:
         self._sessions = sessions.by_id
         self._dispatcher = dispatcher
         self._delivery = delivery
-        self._workers = workers
+        self._waits = waits
         self._is_draining = False
         self.num_accepted = 0  # in all
         self.num_rejected = 0  # for want of room in the queue, in all
@@ -50,7 +50,7 @@ class Intake:
         """Take a request on. Raises what `Fleet.submit` raises."""
         self._check_admission(request.account)
         stream = self._delivery.stream_for(request)
-        job = Job(request, stream, self._quotas.admit(request))
+        job = Job(request, stream, self._quotas.admit(request), self._waits.now_s())
         self._jobs.add(job)
         try:
             error = self._dispatcher.add(job)
@@ -77,9 +77,9 @@ class Intake:
             if job.request.deadline_s is not None and now_s >= job.request.deadline_s:
                 error = DeadlineExceeded("the deadline passed before a worker could take the request")
                 self._jobs.guard(partial(self._jobs.fail, job, error), job)
-        if self._workers.is_grace_over:
-            for job in list(self._dispatcher.waiting.values()):
-                no_worker = no_worker_came(job, self._settings.worker_grace_s)
+        for job in list(self._dispatcher.waiting.values()):
+            if self._waits.is_over(job.accepted_s):
+                no_worker = no_worker_came(job, self._waits.limit_s)
                 self._jobs.guard(partial(self._jobs.fail, job, no_worker), job)
 
     @property
@@ -91,7 +91,7 @@ class Intake:
     def _check_admission(self, account: str) -> None:
         if self._is_draining:
             raise Draining("the server is shutting down; try another one or try again in a moment")
-        if self._workers.is_grace_over:
+        if not self._waits.are_accepted:
             raise NoWorker("no worker takes requests; try again in a moment")
         if not self._is_queue_full():
             return

@@ -53,6 +53,9 @@ class FleetSettings:
     first_step_timeout_s: float = 300.0  # the same for the first steps of a session, seconds
     load_timeout_s: float = 60.0  # a load hangs that takes longer than this and a second for each 4 MiB, seconds
     worker_grace_s: float = 30.0  # how long requests wait for a worker when none is attached, seconds
+    # How long each request waits for a worker where an autoscaler starts workers on demand, seconds: none is refused
+    # for want of a worker before. None: nobody starts workers, and `worker_grace_s` counts.
+    worker_start_s: float | None = None
     slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
     # How long a worker may take to be empty for requests that may be killing workers, seconds; isolation.py.
     emptying_timeout_s: float = 2.0
@@ -83,6 +86,8 @@ class FleetSettings:
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 0")
+        if self.worker_start_s is not None and not self.worker_start_s > 0:
+            raise ValueError(f"worker_start_s: {self.worker_start_s} is not above 0")
         for name in ("step_timeout_s", "first_step_timeout_s", "load_timeout_s"):
             if not getattr(self, name) >= MIN_WORK_TIMEOUT_S:
                 raise ValueError(f"{name}: {getattr(self, name)} is below {MIN_WORK_TIMEOUT_S:g}")

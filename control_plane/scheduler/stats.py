@@ -19,6 +19,7 @@ class SchedulerStats:
 
     num_waiting: int  # requests that hold no row, preempted and paused ones included
     num_running: int  # requests that hold a row
+    num_rows_requested: int  # rows that are held, and one for each request that waits for one
     num_paused: int  # requests whose reader is slow, waiting or running
     num_blocks: int  # KV blocks of the worker
     num_blocks_held: int  # blocks in some request's table
@@ -47,7 +48,8 @@ class SchedulerStats:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _UNREPORTED}
 
 
-_UNREPORTED = ("num_paused", "is_stuck")  # for checks; every other field is one of status.proto's WorkerStatus
+# For checks and for the load of the fleet; every other field is one of status.proto's WorkerStatus.
+_UNREPORTED = ("num_rows_requested", "num_paused", "is_stuck")
 
 
 def scheduler_stats(
@@ -64,6 +66,7 @@ def scheduler_stats(
     return SchedulerStats(
         num_waiting=num_waiting,
         num_running=worker.rows.num_groups,
+        num_rows_requested=len(worker.rows.held) + num_waiting,
         num_paused=worker.lifecycle.num_paused,
         num_blocks=worker.pool.num_blocks,
         num_blocks_held=worker.pool.num_held,

@@ -169,6 +169,14 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class LogIds:
+    """How logs name a request; nothing is decided by it."""
+
+    request_id: str = ""  # as the client knows it
+    trace_id: str = ""  # of W3C Trace Context; empty: the client named none
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One user call to generate, or one input of a call that pools."""
 
@@ -189,11 +197,10 @@ class Request:
     priority: int = 0  # among the account's requests; higher runs first
     num_samples: int = 1  # completions to sample (best_of); sample i > 0 draws with sample_seed(seed, i)
     beam: BeamSearch | None = None  # beam search; num_samples is 1 then
-    completions: tuple[
-        Completion, ...
-    ] = ()  # with num_samples > 1: generated earlier (migration), by index; else empty
+    completions: tuple[Completion, ...] = ()  # of num_samples > 1: generated earlier (migration), by index; else empty
     pooling: Pooling | None = None  # what it returns with the end of its prefill; None: it generates
     constraint: Constraint | None = None  # what its completions follow; None: any text
+    log_ids: LogIds = LogIds()
 
     @property
     def account(self) -> str:
@@ -275,6 +282,7 @@ class NewRow:
     vocab_size: int | None = None  # of its adapter; None: the base model's
     pooling: Pooling | None = None  # None: it samples and decodes
     constraint: Constraint | None = None  # what its completion follows, generated_token_ids included
+    log_ids: LogIds = LogIds()
 
     @property
     def num_tokens(self) -> int:

@@ -28,6 +28,7 @@ from control_plane.scheduler.step_costs import StepCosts
 from control_plane.scheduler.types import (
     BeamSearch,
     Completion,
+    LogIds,
     NewRow,
     Request,
     RequestId,
@@ -184,6 +185,7 @@ def test_the_bytes_that_a_row_is_counted_for_are_no_fewer_than_it_takes(is_banne
     request = make_request(
         1, 3000, 5000, sampling=sampling, stop_token_ids=frozenset(range(256)), generated_token_ids=(1,) * 1000
     )
+    request = replace(request, log_ids=LogIds("x" * 128, "f" * 32))
     (sequence,) = make_group(request, LIMITS, 0).members
     row = begin(sequence, row_idx=2**16, slot_idx=2**16)
     row.block_ids = [LIMITS.num_blocks] * 250

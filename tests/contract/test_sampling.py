@@ -22,7 +22,7 @@ from control_plane.api.generation.sampling_params import check_sampling, samplin
 from control_plane.checks import Violations
 from control_plane.fleet.workers.wire import PlanEncoder
 from control_plane.scheduler.types import NewRow, RequestId, StepPlan
-from data_plane.engine.sampler import Sampler
+from data_plane.engine.sampling.sampler import Sampler
 from data_plane.wire import decode_plan
 
 VOCAB_SIZE = 1000

@@ -23,13 +23,14 @@ _INT32_MAX = 2**31 - 1
 # Bounds a little above what machines have: 2^24 blocks of 16 tokens are 268 million tokens. Within them, a plan that
 # moves every host block and names every row is no larger than a message may be.
 MAX_DEVICE_CHARS = 128
+MAX_BYTES = 1 << 50
 # Field -> lowest and highest value. Ids travel as int32.
 BOUNDS = {
     "num_blocks": (1, MAX_BLOCKS),
     "block_size": (1, MAX_BLOCK_SIZE),
     "max_rows": (1, MAX_ROWS),
     "max_step_tokens": (1, MAX_STEP_TOKENS),
-    "arena_bytes": (0, 1 << 50),
+    "arena_bytes": (0, MAX_BYTES),
     "num_slots": (1, MAX_SLOTS),
     "max_model_len": (2, _INT32_MAX),
     "max_adapter_model_len": (0, _INT32_MAX),
@@ -75,6 +76,9 @@ def check_hello(hello: plan_pb2.Hello, base_model: BaseModelLike) -> None:
         value = getattr(hello, name)
         if not lowest <= value <= highest:
             violations.append(FieldViolation(f"hello.{name}", f"{value} is not in {lowest}..{highest}"))
+    for field in hello.memory.DESCRIPTOR.fields:
+        if (num_bytes := getattr(hello.memory, field.name)) > MAX_BYTES:
+            violations.append(FieldViolation(f"hello.memory.{field.name}", f"{num_bytes} is not in 0..{MAX_BYTES}"))
     violations += check_targets(hello)
     if violations:
         raise InvalidRequest(*violations)

@@ -42,6 +42,7 @@ class Job:
     request: Request  # with every token accepted before its last placement
     stream: JobStream = field(repr=False)
     charge: Charge  # what its tenant is charged
+    accepted_s: float = 0.0  # on the clock that counts only while this process runs
     session: WorkerSession | None = None  # None: waits in the fleet
     has_run: bool = False  # it was part of a plan at least once
     num_losses: int = 0  # deaths of workers that computed it, and that it may have caused

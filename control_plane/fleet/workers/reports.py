@@ -38,6 +38,20 @@ def report_of(hello: plan_pb2.Hello) -> WorkerReport:
     return WorkerReport(hello.max_model_len, modules, max(hello.max_model_len, hello.max_adapter_model_len))
 
 
+def memory_of(hello: plan_pb2.Hello) -> dict[str, int]:
+    """Where the worker's memory went, by field of WorkerStatus."""
+    use = hello.memory
+    return {
+        "memory_bytes": use.device_bytes,
+        "weights_bytes": use.weights_bytes,
+        "step_memory_bytes": use.step_bytes,
+        "kv_bytes": use.kv_bytes,
+        "host_kv_bytes": use.host_kv_bytes,
+        "graph_bytes": use.graph_bytes,
+        "headroom_bytes": use.headroom_bytes,
+    }
+
+
 def check_targets(hello: plan_pb2.Hello) -> list[FieldViolation]:
     """The first entry of target_modules that is wrong, if one is: thousands may be."""
     field = "hello.target_modules"

@@ -44,14 +44,14 @@ class RoundTrip:
         self._sent_s.pop(self._num_pings - _MAX_OPEN_PINGS, None)
         return self._num_pings
 
-    def pong(self, sequence: int, now_s: float) -> bool:
-        """Take the pong to a ping. False if no such ping is open."""
+    def pong(self, sequence: int, now_s: float) -> float | None:
+        """Take the pong to a ping: the time of its round trip, seconds. None if no such ping is open."""
         sent_s = self._sent_s.pop(sequence, None)
         if sent_s is None:
-            return False
+            return None
         self._round_trips_s.append(now_s - sent_s)
         self._update_max_steps()
-        return True
+        return now_s - sent_s
 
     def step(self, step_time_us: int, turnaround_s: float) -> None:
         """Take the worker's time for a step, and how long its result took from here to the plan that follows it."""

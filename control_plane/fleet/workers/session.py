@@ -15,6 +15,7 @@ from typing import Protocol
 from motet.v1.status import WorkerStatus
 
 from contract import common_protocol
+from contract.plan_stream.unknown_fields import unknown_field
 from contract.process_log import printable
 from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
@@ -26,11 +27,12 @@ from control_plane.fleet.workers.errors import GarbageResult
 from control_plane.fleet.workers.outbox import Outbox
 from control_plane.fleet.workers.overdue import WorkWatch
 from control_plane.fleet.workers.progress import ProgressWatch
-from control_plane.fleet.workers.reports import report_of
+from control_plane.fleet.workers.reports import memory_of, report_of
 from control_plane.fleet.workers.round_trip import RoundTrip
 from control_plane.fleet.workers.step_record import StepRecord
 from control_plane.fleet.workers.wire import PlanEncoder, limits_of
 from control_plane.host_cache.base import CacheAddress
+from control_plane.observers.timings import NO_TIMINGS, Timings
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
@@ -44,6 +46,9 @@ from control_plane.scheduler.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+# Messages that say how the worker is. What another release adds to them may be left out.
+_REPORTS = frozenset({"heartbeat", "pong", "fault", "leave"})
 
 
 class SessionOwner(Protocol):
@@ -76,9 +81,11 @@ class WorkerSession:
         awake: AwakeClock,
         counters: VirtualCounters,
         refusal: Callable[[], str | None] = lambda: None,
+        timings: Timings = NO_TIMINGS,
     ) -> None:
         """`refusal` says why the worker may not be attached at present; None if it may."""
         self._refusal = refusal
+        self._timings = timings
         self.worker_id = hello.worker_id
         self.epoch = epoch
         self.max_rows = hello.max_rows
@@ -86,6 +93,7 @@ class WorkerSession:
         self.scheduler = Scheduler(self.limits, settings.scheduler, counters)
         self.report = report_of(hello)
         self._device = hello.device
+        self._memory = memory_of(hello)
         self._settings = settings
         self._owner = owner
         self._clock = clock
@@ -107,7 +115,7 @@ class WorkerSession:
         self.steps = StepRecord()
         self._resident_bytes = 0
         self._sent_constraints = SentConstraints()
-        self._loads = AdapterLoads(self.worker_id, self._work, owner.on_load)
+        self._loads = AdapterLoads(self.worker_id, self._work, owner.on_load, timings)
         protocol = common_protocol(hello.protocol_min, hello.protocol_max)
         assert protocol is not None, "check_hello comes first"
         self.outbox.send(
@@ -242,6 +250,8 @@ class WorkerSession:
 
     def _handle(self, message: plan_pb2.AttachRequest) -> None:
         kind = message.WhichOneof("message")
+        if kind not in _REPORTS and (field := unknown_field(message)) is not None:
+            raise GarbageResult(f"{field} is not known to this release of the control plane")
         if kind == "step_result":
             self._on_result(message.step_result)
         elif kind == "slot_state":
@@ -250,8 +260,10 @@ class WorkerSession:
             self._resident_bytes = message.heartbeat.resident_bytes
             self._work.heartbeat(message.heartbeat, self._last_heard_s)
         elif kind == "pong":
-            if not self._round_trip.pong(message.pong.sequence, self._clock()):
+            round_trip_s = self._round_trip.pong(message.pong.sequence, self._clock())
+            if round_trip_s is None:
                 raise GarbageResult(f"pong {message.pong.sequence} belongs to no open ping")
+            self._timings.round_trip(round_trip_s)
         elif kind == "fault":
             fault, reason = message.fault, printable(message.fault.reason)
             logger.error("worker fault worker_id=%s step_id=%d: %s", self.worker_id, fault.step_id, reason)
@@ -358,6 +370,7 @@ class WorkerSession:
             **self.scheduler.stats().reported(),
             worker_id=self.worker_id,
             device=self._device,
+            **self._memory,
             epoch=self.epoch,
             num_steps=self.steps.num_steps,
             block_size=self.limits.block_size,

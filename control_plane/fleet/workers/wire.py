@@ -296,6 +296,8 @@ def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> 
         pooling=None if row.pooling is None else _POOLING[row.pooling.kind],
         num_labels=0 if row.pooling is None else row.pooling.num_labels,
         grammar="" if row.constraint is None else row.constraint.digest,
+        request_id=row.log_ids.request_id,
+        trace_id=row.log_ids.trace_id,
     )
 
 

@@ -17,7 +17,7 @@ PLAN_BYTES = 2 << 20
 # beside it a plan stays below the 64 MiB that a message may have.
 MAX_ROW_BYTES = 16 << 20
 BLOCK_BYTES = 4  # of a block id, as int32
-_OTHER_BYTES = 310  # of a row beside its lists: at most 23 fields with their tags, four adapters, a digest
+_OTHER_BYTES = 480  # of a row beside its lists: at most 25 fields with their tags, four adapters, a digest, two ids
 
 
 def begin_row(row: Row, slot_generation: int, slot_uses: tuple[SlotUse, ...] = ()) -> NewRow:
@@ -51,6 +51,7 @@ def begin_row(row: Row, slot_generation: int, slot_uses: tuple[SlotUse, ...] = (
         vocab_size=None if (adapter := sequence.request.adapter) is None else adapter.vocab_size,
         pooling=sequence.request.pooling,
         constraint=sequence.request.constraint,
+        log_ids=sequence.request.log_ids,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tracemalloc
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -22,6 +23,7 @@ from control_plane.errors import (
 from control_plane.fleet.gate.hello import BOUNDS
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.scheduler.types import Vocabulary
+from data_plane.plan import MemoryUse
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -128,6 +130,33 @@ async def test_worker_that_does_not_match_is_refused(clock: FakeClock, field: st
     if field == "protocol_min":
         hello.protocol_max = PROTOCOL + 1
     with pytest.raises(MotetError, match=match):
+        fleet.attach(hello)
+    assert fleet.num_workers == 0
+
+
+async def test_where_a_worker_s_memory_went_is_in_its_status(clock: FakeClock) -> None:
+    use = MemoryUse(
+        device_bytes=1,
+        weights_bytes=2,
+        step_bytes=3,
+        kv_bytes=4,
+        host_kv_bytes=5,
+        graph_bytes=6,
+        headroom_bytes=7,
+    )
+    fleet = make_fleet(clock)
+    snapshot = fleet.attach(encode_hello(replace(CAPACITIES, memory=use), "w0").hello).snapshot()
+    assert (snapshot.memory_bytes, snapshot.weights_bytes, snapshot.step_memory_bytes) == (1, 2, 3)
+    assert (snapshot.kv_bytes, snapshot.host_kv_bytes) == (4, 5)
+    assert (snapshot.graph_bytes, snapshot.headroom_bytes) == (6, 7)
+
+
+async def test_memory_beyond_every_machine_is_refused_by_its_field(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    hello = encode_hello(replace(CAPACITIES, memory=MemoryUse(step_bytes=2**50 + 1)), "w0").hello
+    with pytest.raises(
+        MotetError, match=r"hello\.memory\.step_bytes: 1125899906842625 is not in 0\.\.1125899906842624"
+    ):
         fleet.attach(hello)
     assert fleet.num_workers == 0
 

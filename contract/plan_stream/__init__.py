@@ -1,0 +1,1 @@
+"""What both ends of the plan stream do in the same way."""
