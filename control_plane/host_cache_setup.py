@@ -12,11 +12,12 @@ from contract.redaction import without_password
 from contract.redis_access import RedisAccess
 from control_plane.config import ConfigError, ServerConfig
 from control_plane.host_cache.base import CacheAddress, HostCache
+from control_plane.observers.timings import Timings
 
 logger = logging.getLogger(__name__)
 
 
-async def open_host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) -> HostCache:
+async def open_host_cache(config: ServerConfig, timings: Timings, stack: contextlib.AsyncExitStack) -> HostCache:
     """The cache, which `stack` closes. Raises ConfigError."""
     # Imported here: a machine without redis-py serves with --host-cache memory.
     if config.host_cache == "memory":
@@ -51,6 +52,7 @@ async def open_host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack
         worker_address=address,
         worker_access=config.worker_redis,
         budget_bytes=config.host_cache_bytes,
+        timings=timings,
     )
     stack.push_async_callback(cache.close)
     return cache

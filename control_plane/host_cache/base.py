@@ -19,6 +19,10 @@ class HostCacheStats:
     num_hits: int  # adapters opened from the cache
     num_misses: int  # adapters opened from the store
     num_corrupt: int  # cached chunks or manifests whose hash was wrong
+    num_evicted: int = 0  # adapters that left to make room
+    pinned_bytes: int = 0  # of pins, of each holder
+    cache_read_bytes: int = 0  # of weights, in all
+    store_read_bytes: int = 0  # of weights, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,14 @@ class HostCache(Protocol):
     @property
     def used_bytes(self) -> int:
         """Bytes held and being written."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that pins keep from eviction, of each holder of a pin."""
+
+    @property
+    def num_evicted(self) -> int:
+        """Adapters that left to make room, in all."""
 
     def contains(self, digest: str) -> bool:
         """Whether the cache is thought to hold the whole adapter."""

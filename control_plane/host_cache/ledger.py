@@ -20,12 +20,18 @@ class Ledger:
         self._leaving: dict[str, Sizes] = {}  # given up; their bytes are there until `left`
         self._used_bytes = 0
         self._pins: dict[str, dict[str, int]] = {}  # digest -> holder -> bytes; a pinned digest need not be held
+        self.num_evicted = 0  # adapters that left to make room, in all
         self._pinned_bytes = 0  # the sum over _pins, of each holder's bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes held, reserved, and not removed yet."""
         return self._used_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned adapters, held or not, of each holder of a pin."""
+        return self._pinned_bytes
 
     @property
     def digests(self) -> list[str]:
@@ -71,6 +77,7 @@ class Ledger:
             return False
         for victim in victims:
             self.remove(victim)
+        self.num_evicted += len(victims)
         self._used_bytes += sum(sizes) - sum(self._held.pop(digest, ()))
         self._reserved[digest] = sizes
         return True

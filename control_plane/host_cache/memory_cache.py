@@ -39,6 +39,16 @@ class MemoryHostCache:
         """See base.HostCache."""
         return self._ledger.used_bytes
 
+    @property
+    def pinned_bytes(self) -> int:
+        """See base.HostCache."""
+        return self._ledger.pinned_bytes
+
+    @property
+    def num_evicted(self) -> int:
+        """See base.HostCache."""
+        return self._ledger.num_evicted
+
     def contains(self, digest: str) -> bool:
         """See base.HostCache."""
         return digest in self._ledger

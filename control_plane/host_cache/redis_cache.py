@@ -31,6 +31,7 @@ from control_plane.host_cache.redis_client import (
     reason_of,
     without_arguments,
 )
+from control_plane.observers.timings import NO_TIMINGS, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class RedisHostCache:
         call_timeout_s: float = CALL_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
+        timings: Timings = NO_TIMINGS,
     ) -> None:
         """`worker_access`: how workers use it, to see what they may do; None: that is known or cannot be seen."""
         self.worker_address = worker_address or CacheAddress()
@@ -70,6 +72,7 @@ class RedisHostCache:
         self.is_available = False  # until the first look at the keys
         self._call_timeout_s = call_timeout_s
         self._clock = clock  # monotonic, seconds
+        self._timings = timings
         self._random = random.Random(seed)
         self._ledger = Ledger(budget_bytes)
         self._client = make_client(access, call_timeout_s, max_connections=2 * _THREADS)
@@ -99,6 +102,16 @@ class RedisHostCache:
     def used_bytes(self) -> int:
         """See base.HostCache."""
         return self._ledger.used_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See base.HostCache."""
+        return self._ledger.pinned_bytes
+
+    @property
+    def num_evicted(self) -> int:
+        """See base.HostCache."""
+        return self._ledger.num_evicted
 
     def contains(self, digest: str) -> bool:
         """See base.HostCache."""
@@ -266,10 +279,14 @@ class RedisHostCache:
         if not (self.is_available or is_probe):
             raise _CacheDown
         timeout_s = SCAN_TIMEOUT_S if function == self._scan_keys else self._call_timeout_s
+        begun_s = self._clock()
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+            self._timings.cache_call(self._clock() - begun_s, is_ok=True)
+            return result
         except (redis.RedisError, OSError, TimeoutError, RuntimeError) as error:
+            self._timings.cache_call(self._clock() - begun_s, is_ok=False)
             self._note_error(error)
             raise _CacheDown from error
 

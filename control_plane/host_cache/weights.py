@@ -57,6 +57,8 @@ class AdapterWeights:
         self._num_hits = 0
         self._num_misses = 0
         self._num_corrupt = 0
+        self._cache_read_bytes = 0
+        self._store_read_bytes = 0
         cache.on_available = self._reconcile
 
     @property
@@ -186,6 +188,10 @@ class AdapterWeights:
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_corrupt=self._num_corrupt,
+            num_evicted=self._cache.num_evicted,
+            pinned_bytes=self._cache.pinned_bytes,
+            cache_read_bytes=self._cache_read_bytes,
+            store_read_bytes=self._store_read_bytes,
         )
 
     # ---- reading ----
@@ -244,7 +250,9 @@ class AdapterWeights:
             raise StoreUnavailable(f"the weights of digest {layout.digest} changed while they were read; try again")
 
     async def _cached_part(self, layout: Layout, index: int, part: int) -> bytes | None:
-        return await self._cache.read_part(layout.digest, index, part)
+        data = await self._cache.read_part(layout.digest, index, part)
+        self._cache_read_bytes += len(data or b"")
+        return data
 
     async def _stored_part(self, layout: Layout, index: int, part: int) -> bytes | None:
         """One part from the store; None if the chunk is missing or ends before."""
@@ -255,6 +263,7 @@ class AdapterWeights:
         except FileNotFoundError:
             await self._stored_layout(layout.digest)  # raises if the whole adapter is missing
             return None
+        self._store_read_bytes += len(data)
         return data if len(data) == size_bytes else None
 
     async def _unverified_parts(self, layout: Layout) -> AsyncGenerator[bytes, None]:

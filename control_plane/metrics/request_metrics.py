@@ -49,6 +49,12 @@ class RequestMetrics:
             buckets=QUEUE_BUCKETS,
             registry=registry,
         )
+        self._slot_hits = Counter(
+            "motet_slot_hits", "Requests whose adapters were in slots when they came.", registry=registry
+        )
+        self._slot_misses = Counter(
+            "motet_slot_misses", "Requests that waited for an adapter to be loaded.", registry=registry
+        )
         self._first_token = Histogram(
             "motet_time_to_first_token_seconds",
             "From arrival to the first token.",
@@ -80,6 +86,7 @@ class RequestMetrics:
             self._queue.observe(request.queue_s)
         if request.adapter_wait_s is not None:
             self._adapter_wait.observe(request.adapter_wait_s)
+            (self._slot_misses if request.adapter_wait_s else self._slot_hits).inc()
         self._duration.observe(request.total_s)
         if request.first_token_s is not None:
             self._first_token.observe(request.first_token_s)

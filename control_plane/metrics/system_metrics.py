@@ -29,6 +29,10 @@ class CacheCounts:
     num_hits: int
     num_misses: int
     num_corrupt: int
+    num_evicted: int = 0
+    pinned_bytes: int = 0
+    cache_read_bytes: int = 0
+    store_read_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,12 @@ def _adapters(snapshot: Snapshot) -> Iterable[Metric]:
     yield _counter("motet_host_cache_hits", "Adapters that were opened from the host cache.", cache.num_hits)
     yield _counter("motet_host_cache_misses", "Adapters that were opened from the store.", cache.num_misses)
     yield _counter("motet_host_cache_corrupt", "Cached parts whose hash was wrong.", cache.num_corrupt)
+    yield _counter("motet_host_cache_evictions", "Adapters that left the host cache to make room.", cache.num_evicted)
+    yield _gauge("motet_host_cache_pinned_bytes", "Bytes that pins keep in the host cache.", cache.pinned_bytes)
+    read = CounterMetricFamily("motet_weights_read_bytes", "Weights read by the control plane.", labels=["source"])
+    read.add_metric(["host_cache"], cache.cache_read_bytes)
+    read.add_metric(["store"], cache.store_read_bytes)
+    yield read
     loaded = GaugeMetricFamily(
         "motet_adapter_loaded", "1 for an adapter in an arena.", labels=["adapter", "digest", "worker", "pinned"]
     )

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import resource
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 
 from contract.redis_access import RedisAccess
 from contract.settings.findings import Finding, State
+from contract.settings.probes import examine_port, examine_validity
 from control_plane.access.server_certificates import parse
 from control_plane.config import DEFAULT_MAX_CONNECTIONS, ServerConfig
+from control_plane.errors import MotetError
+from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.open_store import open_store
+from control_plane.registry.store.store_format import WrongStoreFormat
 
 REDIS_TIMEOUT_S = 5.0
 MAX_CLOCK_DIFFERENCE_S = 5.0
-EXPIRES_SOON_S = 14 * 86400.0
 SLOW_STORE_S = 1.0
 FILES_FOR_CONNECTIONS = 2  # of each connection
 
@@ -28,6 +29,7 @@ def examine(config: ServerConfig, wall_clock: Callable[[], float] = time.time) -
     """Everything that can be looked at beside a server that runs. Each look may take some seconds."""
     yield from _host_cache(config, wall_clock)
     yield _store(config)
+    yield from _store_format(config)
     for port, cert, key, client_ca in (
         ("clients", config.access.tls_cert, config.access.tls_key, config.access.tls_client_ca),
         ("workers", config.access.worker_tls_cert, config.access.worker_tls_key, config.access.worker_tls_client_ca),
@@ -38,9 +40,10 @@ def examine(config: ServerConfig, wall_clock: Callable[[], float] = time.time) -
         ("--listen", config.listen),
         ("--worker-listen", config.worker_listen),
         ("--metrics-listen", config.metrics_listen),
+        ("--scaler-listen", config.scaler_listen),
     ):
         if address is not None:
-            yield _port(flag, address)
+            yield examine_port(flag, address)
     yield _open_files(config)
 
 
@@ -126,6 +129,21 @@ def _store(config: ServerConfig) -> Finding:
     )
 
 
+def _store_format(config: ServerConfig) -> Iterator[Finding]:
+    """Only of a store that is there and can be read."""
+    if "://" not in config.store_url and not Path(config.store_url).is_dir():
+        return
+    try:
+        found = ArtifactStore(config.store_url).format.check()
+    except WrongStoreFormat as error:
+        advice = "install the version of Motet that wrote it, or restore a copy from before"
+        yield Finding("format of the artifact store", State.WRONG, str(error), advice)
+    except (MotetError, OSError, ValueError):
+        return  # the store itself is wrong, which the other finding says
+    else:
+        yield Finding("format of the artifact store", State.OK, str(found))
+
+
 def _try_directory(directory: Path) -> None:
     """Raises OSError. The directory of a server that runs stays as it is, and one that is not there is not made."""
     while not directory.exists():
@@ -143,24 +161,7 @@ def _certificate(name: str, cert: Path, key: Path, client_ca: Path | None, wall_
         found = parse(cert.read_bytes(), key.read_bytes(), authorities, wall_clock=wall_clock)
     except (OSError, ValueError) as error:
         return Finding(name, State.WRONG, f"{cert}: {error}", "renew it; running servers read it without a restart")
-    left_s = found.not_after_s - wall_clock()
-    until = f"{datetime.fromtimestamp(found.not_after_s, UTC):%Y-%m-%d %H:%M} UTC"
-    if left_s < EXPIRES_SOON_S:
-        return Finding(name, State.WARNING, f"{cert}: valid until {until}", "renew it soon")
-    return Finding(name, State.OK, f"{cert}: valid until {until}")
-
-
-def _port(flag: str, address: str) -> Finding:
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host.strip("[]"), int(port)))
-    except OSError as error:
-        advice = "give another address, or end the process that has it (a server that runs already has its own ports)"
-        return Finding(f"{flag} {address}", State.WARNING, str(error.strerror or error), advice)
-    return Finding(f"{flag} {address}", State.OK, "free")
+    return examine_validity(name, cert, found.not_after_s, wall_clock())
 
 
 def _open_files(config: ServerConfig) -> Finding:

@@ -17,9 +17,11 @@ from control_plane.host_cache.weights import AdapterWeights
 from control_plane.metrics.port import Pages, new_registry, open_port
 from control_plane.metrics.request_metrics import RequestMetrics
 from control_plane.metrics.system_metrics import CacheCounts, LoadedAdapter, Snapshot
+from control_plane.metrics.tier_metrics import TierMetrics
 from control_plane.observers.ended_request import Observer, Observers
 from control_plane.observers.request_log import RequestLog
 from control_plane.observers.spans import RequestSpans, TracingNotInstalled, open_spans
+from control_plane.observers.timings import NO_TIMINGS, Timings
 from control_plane.registry.registry import Registry
 
 
@@ -31,6 +33,7 @@ class ControlPlaneMetrics:
         self._address = address
         self._registry = new_registry()
         counted: list[Observer] = [] if address is None else [RequestMetrics(self._registry)]
+        self.timings: Timings = NO_TIMINGS if address is None else TierMetrics(self._registry)
         self.requests: Observer = Observers(RequestLog(), *counted, *([] if spans is None else [spans]))
 
     def counting(self, on_refused: OnRefused) -> OnRefused:
@@ -71,8 +74,8 @@ def open_tracing(endpoint: str | None, stack: contextlib.AsyncExitStack) -> Requ
 
 
 def is_ready(fleet: Fleet, gate: DrainGate) -> Callable[[], bool]:
-    """Whether generations are served: a worker is attached, and the server is not being stopped."""
-    return lambda: fleet.num_workers > 0 and not gate.is_draining
+    """Whether generations are served, or wait for a worker that is started for them, and the server is not stopping."""
+    return lambda: fleet.load.is_served and not gate.is_draining
 
 
 def snapshot(status: StatusService, registry: Registry, weights: AdapterWeights, fleet: Fleet) -> Snapshot:
@@ -86,7 +89,10 @@ def snapshot(status: StatusService, registry: Registry, weights: AdapterWeights,
     ]
     return Snapshot(
         status=status.whole(),
-        cache=CacheCounts(cache.num_hits, cache.num_misses, cache.num_corrupt),
+        cache=CacheCounts(
+            *(cache.num_hits, cache.num_misses, cache.num_corrupt, cache.num_evicted, cache.pinned_bytes),
+            *(cache.cache_read_bytes, cache.store_read_bytes),
+        ),
         loaded=tuple(sorted(loaded, key=lambda each: (each.worker, each.adapter))),
         max_loaded=fleet.residency.num_slots(),
     )

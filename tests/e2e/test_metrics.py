@@ -123,8 +123,8 @@ def test_a_real_worker_shows_its_steps_and_loads(tmp_path: Path) -> None:
     checkpoint = make_tokenizer(make_checkpoint(tmp_path / "model"))
     address = free_address()
     with System(checkpoint, tmp_path) as system:
-        flags = ["--num-blocks", "64", "--arena-bytes", "64MiB", "--worker-metrics-listen", address]
-        system.start_worker("real", flags)
+        flags = ["--num-blocks", "64", "--arena-bytes", "64MiB", "--pinned-bytes", "64MiB"]
+        system.start_worker("real", [*flags, "--worker-metrics-listen", address])
         worker, client = Watched(system, address), system.client()
         assert worker.text("/readyz") == "ok\n"
         client.adapters.register("legal", make_adapter(tmp_path / "legal", checkpoint, seed=1))
