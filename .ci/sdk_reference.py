@@ -40,7 +40,16 @@ SECTIONS = {  # heading: the exported names below it; a name that is in none goe
         "Classifications",
         "Classification",
     ),
-    "Offline": ("LLM", "SamplingParams", "RequestOutput"),
+    "Offline": (
+        "LLM",
+        "SamplingParams",
+        "TextPrompt",
+        "TokensPrompt",
+        "RequestOutput",
+        "PoolingRequestOutput",
+        "EmbeddingOutput",
+        "ClassificationOutput",
+    ),
     "Results": (),
     "Errors": (),
 }

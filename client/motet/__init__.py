@@ -126,10 +126,25 @@ if TYPE_CHECKING:
     from motet.offline.inputs import (
         SamplingParams as SamplingParams,
     )
+    from motet.offline.inputs import (
+        TextPrompt as TextPrompt,
+    )
+    from motet.offline.inputs import (
+        TokensPrompt as TokensPrompt,
+    )
     from motet.offline.llm import (
         LLM as LLM,
     )
-    from motet.offline.llm import (
+    from motet.offline.results import (
+        ClassificationOutput as ClassificationOutput,
+    )
+    from motet.offline.results import (
+        EmbeddingOutput as EmbeddingOutput,
+    )
+    from motet.offline.results import (
+        PoolingRequestOutput as PoolingRequestOutput,
+    )
+    from motet.offline.results import (
         RequestOutput as RequestOutput,
     )
     from motet.pooling.calls import (
@@ -277,8 +292,9 @@ _NAMES_BY_MODULE = {
     "motet.model.asynchronous": "AsyncModel",
     "motet.model.blocking": "Model",
     "motet.model.calls": "ModelFacts TokenizeOptions Tokenized",
-    "motet.offline.inputs": "SamplingParams",
-    "motet.offline.llm": "LLM RequestOutput",
+    "motet.offline.inputs": "SamplingParams TextPrompt TokensPrompt",
+    "motet.offline.llm": "LLM",
+    "motet.offline.results": "ClassificationOutput EmbeddingOutput PoolingRequestOutput RequestOutput",
     "motet.pooling.calls": "Classification Classifications Embedding Embeddings Pooling PoolingOptions ProblemType",
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",

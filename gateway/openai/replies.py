@@ -25,6 +25,7 @@ class Choice:
     has_begun: bool = False
     turn: Turn | None = None  # reads what a chat's text has besides content
     deltas: list[dict[str, Any]] = field(default_factory=list)  # of a chat: what the last chunk added
+    held_tokens: int = 0  # of a chat: tokens whose text no delta had yet
     offset: int = 0  # characters of the tokens so far
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="ignore")
@@ -56,6 +57,7 @@ class Reply:
         self._fingerprint: str | None = None
         self._prompt_tokens: dict[int, tuple[int, int]] = {}  # by prompt: all, cached
         self._completion_tokens = 0
+        self._reasoning_tokens: int | None = None  # None: completions are not read for reasoning
 
     @property
     def headers(self) -> dict[str, str]:
@@ -65,6 +67,7 @@ class Reply:
 
     def read_with(self, make_turn: Callable[[], Turn]) -> None:
         """Read each completion for more than its content. Call it before the first chunk is added."""
+        self._reasoning_tokens = 0
         for choice in self.choices:
             choice.turn = make_turn()
 
@@ -79,6 +82,7 @@ class Reply:
         is_last = chunk.finish_reason is not None
         if choice.turn is not None:
             choice.deltas = choice.turn.read(chunk.text, is_last=is_last)
+            self._count_reasoning(choice, len(chunk.token_ids))
             if choice.turn.ends_with_calls and choice.finish_reason == "stop":
                 choice.finish_reason = "tool_calls"
         else:
@@ -142,12 +146,24 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts and the completions that have ended."""
         prompt = sum(count for count, _ in self._prompt_tokens.values())
+        details: dict[str, Any] = {}
+        if self._reasoning_tokens is not None:
+            details["completion_tokens_details"] = {"reasoning_tokens": self._reasoning_tokens}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompt_tokens.values())},
+            **details,
         }
+
+    def _count_reasoning(self, choice: Choice, num_tokens: int) -> None:
+        """Count tokens whose text is reasoning, at least in part. The parser may hold a text back for some chunks."""
+        choice.held_tokens += num_tokens
+        if choice.deltas:
+            if self._reasoning_tokens is not None and any("reasoning_content" in delta for delta in choice.deltas):
+                self._reasoning_tokens += choice.held_tokens
+            choice.held_tokens = 0
 
     def _echo(self, choice: Choice) -> str:
         return self._echoed[choice.index // self._n] if self._echoed else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -251,6 +252,24 @@ def test_status_of_a_tenant_shows_its_use_and_no_empty_tables(server: ScriptedSe
     out = capsys.readouterr().out
     assert "acme" in out and "3/4" in out and "2 that you may read" in out
     assert not any(part in out for part in ("WORKER", "workers", "WAITING", "TIER", "host cache"))
+
+
+def test_status_shows_where_each_worker_s_memory_went(server: ScriptedServer, capsys: Capture) -> None:
+    server.status.workers.add(worker_id="old")
+    assert motet(server, "status") == 0
+    assert "LARGEST STEP" not in capsys.readouterr().out
+    gib = 1 << 30
+    parts = {"memory_bytes": 80 * gib, "weights_bytes": 16 * gib, "arena_bytes": 2 * gib, "kv_bytes": 50 * gib}
+    server.status.workers.add(worker_id="w0", **parts, step_memory_bytes=3 * gib, headroom_bytes=gib)
+    server.status.workers.add(worker_id="w1", **parts)
+    assert motet(server, "status") == 0
+    out = capsys.readouterr().out
+    lines = out[out.index("memory\n") :].splitlines()[1:4]
+    assert [name in lines[0] for name in ("DEVICE", "WEIGHTS", "LARGEST STEP", "HOST KV", "GRAPHS")] == [True] * 5
+    assert re.split(r"  +", lines[1]) == [
+        *("w0", "80.0 GiB", "16.0 GiB", "2.0 GiB", "3.0 GiB", "50.0 GiB", "0 B", "0 B", "1.0 GiB"),
+    ]
+    assert "not measured" in lines[2] and lines[2].startswith("w1")
 
 
 def test_status_without_workers_says_so(server: ScriptedServer, capsys: Capture) -> None:

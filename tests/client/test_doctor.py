@@ -61,7 +61,8 @@ def test_a_good_installation_has_nothing_wrong_and_nothing_stays(tmp_path: Path,
     before = sorted(tmp_path.rglob("*"))
     code, found = examined(path, capsys)
     assert code == exits.OK
-    assert {"motet", "packages", "host cache", "--listen 127.0.0.1:0", "GPU", "compiler"} <= found.keys()
+    assert {"motet", "packages", "host cache", "--listen 127.0.0.1:0", "GPU", "native code"} <= found.keys()
+    assert not any("gateway" in what or what.startswith("server at") for what in found), "the file has no [gateway]"
     assert "torch" in found["packages"]["detail"]
     assert found["control plane at 127.0.0.1:9"]["state"] == "warning"
     assert sorted(tmp_path.rglob("*")) == before

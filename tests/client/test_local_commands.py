@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from motet.cli import exits
+from motet.cli import exits, server_parts
 from motet.cli.main import main
 
 from tests.control_plane.server_processes import ROOT, checkpoint
@@ -51,6 +53,26 @@ def test_a_part_without_settings_is_not_checked(tmp_path: Path, capsys: Capture)
     path.write_text('[gateway]\nlisten = "127.0.0.1:0"\n', encoding="utf-8")
     assert main(["config", "check", str(path)]) == exits.OK
     assert f"worker: no settings in {path}\n" in capsys.readouterr().out
+
+
+def test_a_part_that_is_not_installed_here_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """One file may be for several machines; only where none of its parts is installed nothing was checked."""
+    installed = server_parts.load
+
+    def load(missing: tuple[str, ...], name: str) -> ModuleType:
+        if name.startswith(missing):
+            raise server_parts.ServerPartMissing(f"the server part of {name} is not installed")
+        return installed(name)
+
+    path = config(tmp_path, '[worker]\narena-bytes = "64MiB"\n')
+    monkeypatch.setattr(server_parts, "load", partial(load, ("data_plane",)))
+    assert main(["config", "check", str(path)]) == exits.OK
+    shown = capsys.readouterr()
+    assert "control-plane: ok" in shown.out and "worker: not checked: " in shown.err
+    monkeypatch.setattr(server_parts, "load", partial(load, ("data_plane", "control_plane")))
+    assert main(["config", "check", str(path)]) == exits.FAILED
 
 
 def test_no_toml_is_one_line(tmp_path: Path, capsys: Capture) -> None:

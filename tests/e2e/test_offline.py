@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from motet import LLM, Cancelled, FinishReason, InvalidArgument, SamplingParams, Unavailable
+from motet import LLM, Cancelled, FinishReason, InvalidArgument, SamplingParams, TextPrompt, TokensPrompt, Unavailable
 
 from tests.e2e.harness import ROOT, wait_until
 from tests.e2e.test_scheduled_pooling import classes_of
@@ -106,11 +106,38 @@ def test_embeddings_and_classes(llm: LLM, oracle: Oracle, made: tuple[Path, dict
         expected = torch.nn.functional.normalize(oracle.hidden(prompt, name)[-1].float(), dim=0)
         torch.testing.assert_close(torch.tensor(embedding.values), expected, rtol=1e-4, atol=1e-4)
     classes = llm.classify([list(prompt) for prompt in PROMPTS], adapter="mood", use_tqdm=False)
-    for classification, prompt in zip(classes, PROMPTS, strict=True):
+    for output, prompt in zip(classes, PROMPTS, strict=True):
         expected = classes_of(checkpoint, adapters["mood"], prompt, 3)
-        torch.testing.assert_close(torch.tensor(classification.logits), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(output.outputs.logits), expected, rtol=1e-4, atol=1e-4)
+        assert sum(output.outputs.probs) == pytest.approx(1.0) and output.outputs.num_classes == 3
+        assert (output.prompt, output.adapter, output.num_prompt_tokens) == (list(prompt), "mood", len(prompt))
     with pytest.raises(InvalidArgument, match="adapter: names several"):
         llm.encode("a", adapter={"one": 1.0}, use_tqdm=False)  # type: ignore[arg-type]  # on purpose
+
+
+def test_embed_has_the_vectors_of_encode_in_the_shape_of_vllm(llm: LLM) -> None:
+    """For text, token ids and the dictionaries of both."""
+    token_ids = llm.client.model.tokenize("hello").token_ids
+    given: list[Any] = ["hello", token_ids, TextPrompt(prompt="hello"), TokensPrompt(prompt_token_ids=token_ids)]
+    [expected] = llm.encode("hello", adapter="one", use_tqdm=False)
+    outputs = llm.embed(given, adapter="one", use_tqdm=False)
+    assert {output.outputs.embedding for output in outputs} == {expected.values}
+    assert [output.prompt for output in outputs] == ["hello", token_ids, "hello", token_ids]
+    assert {(output.num_prompt_tokens, output.outputs.hidden_size) for output in outputs} == {
+        (expected.prompt_tokens, len(expected.values))
+    }
+    [short] = llm.embed("hello", dimensions=4, use_tqdm=False)
+    assert short.outputs.hidden_size == 4 and short.adapter is None
+
+
+def test_token_ids_in_a_dictionary_give_the_tokens_of_the_text(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    token_ids = llm.client.model.tokenize("hello").token_ids
+    given: list[Any] = ["hello", TokensPrompt(prompt_token_ids=token_ids), {"prompt": "hello"}]
+    outputs = llm.generate(given, sampling, adapter="two", use_tqdm=False)
+    assert len({output.outputs[0].token_ids for output in outputs}) == 1
+    with pytest.raises(InvalidArgument, match="'multi_modal_data'"):
+        llm.generate({"prompt": "hello", "multi_modal_data": {}}, use_tqdm=False)  # type: ignore[arg-type]  # on purpose
 
 
 def test_a_result_has_what_the_server_reports_of_its_prompt(llm: LLM) -> None:

@@ -75,6 +75,7 @@ def render(status: ServerStatus) -> str:
             ],
         ),
         _render_workers(status),
+        *_render_memory(status),
         *([_render_tenants(status)] if status.tenants else []),
         *([_render_audit(status.audit)] if status.audit is not None and status.audit.is_on else []),
         f"adapters ({adapters.num_registered} registered)\n"
@@ -180,3 +181,24 @@ def _render_workers(status: ServerStatus) -> str:
         "MEMORY",
     )
     return "workers\n" + table(header, rows)
+
+
+def _render_memory(status: ServerStatus) -> list[str]:
+    """Where the memory of each worker's device went; nothing if no worker reported it."""
+    rows = [
+        (
+            worker.worker_id,
+            size(worker.memory_bytes),
+            size(worker.weights_bytes),
+            size(worker.arena_bytes),
+            size(worker.step_memory_bytes) if worker.step_memory_bytes else "not measured",
+            size(worker.kv_bytes),
+            size(worker.host_kv_bytes),
+            size(worker.graph_bytes),
+            size(worker.headroom_bytes),
+        )
+        for worker in status.workers
+        if worker.memory_bytes
+    ]
+    header = ("WORKER", "DEVICE", "WEIGHTS", "ARENA", "LARGEST STEP", "KV", "HOST KV", "GRAPHS", "HEADROOM")
+    return ["memory\n" + table(header, rows)] if rows else []

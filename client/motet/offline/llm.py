@@ -7,7 +7,6 @@ import math
 import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -29,50 +28,15 @@ from motet.offline.inputs import (
     prompts_of,
 )
 from motet.offline.private_server import PrivateServer, Setting, flags_of
+from motet.offline.results import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RequestOutput
 from motet.pooling.calls import Classification, Embedding, Pooling, ProblemType
-from motet.requests import Prompt
 from motet.tls import PathLike
-from motet.types import Completion, Generation, TokenLogprobs
+from motet.types import Generation
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _NUM_ADAPTERS_AT_ONCE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What one prompt gave."""
-
-    prompt: Prompt  # as it was given
-    adapter: OfflineAdapter  # as it was given
-    generation: Generation | None  # all of it; None where it failed
-    error: MotetError | None = None  # why it failed
-
-    @property
-    def outputs(self) -> tuple[Completion, ...]:
-        """The completions, by index; none where it failed."""
-        return self.generation.completions if self.generation else ()
-
-    @property
-    def request_id(self) -> str:
-        """The request's id in the server's log; empty where it failed."""
-        return self.generation.started.request_id if self.generation else ""
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is a generation; results are whole, so that it is false only for an error."""
-        return self.generation is not None
-
-    @property
-    def num_cached_tokens(self) -> int | None:
-        """Tokens of the prompt that came from the prefix cache; None where it failed."""
-        return self.generation.started.cached_tokens if self.generation else None
-
-    @property
-    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt's tokens from the second on, where requested."""
-        return self.generation.started.prompt_logprobs if self.generation else ()
 
 
 class LLM:
@@ -176,7 +140,73 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[Embedding]:
         """The embedding of every input, in order. `Client.embed` describes the arguments."""
+        items = items_of(prompts_of(inputs, "inputs"), None, adapter, {})
+        return self._embed(items, "inputs", pooling, normalize, dimensions, use_tqdm)
 
+    def embed(
+        self,
+        prompts: OfflinePrompt | Sequence[OfflinePrompt],
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        pooling: Pooling | str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The embeddings of encode() as vLLM has them: `output.outputs.embedding`. Prompts are as for generate()."""
+        items = items_of(prompts_of(prompts), None, adapter, {})
+        found = self._embed(items, "prompts", pooling, normalize, dimensions, use_tqdm)
+        return [
+            PoolingRequestOutput(
+                item.prompt, item.adapter, EmbeddingOutput(one.values), one.prompt_tokens, one.cached_tokens
+            )
+            for item, one in zip(items, found, strict=True)
+        ]
+
+    def classify(
+        self,
+        prompts: OfflinePrompt | Sequence[OfflinePrompt],
+        *,
+        adapter: str | Sequence[str],
+        problem_type: ProblemType | str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """The classes of every prompt, in order, by adapters' score heads: `output.outputs.probs`.
+
+        Prompts are as for generate(). `Client.classify` describes `problem_type`.
+        """
+        items = items_of(prompts_of(prompts), None, adapter, {})
+
+        async def send(item: Item) -> Classification:
+            classes = await self._parts.async_client.classify(
+                _pooled(item), adapter=_one_adapter(item), problem_type=problem_type, timeout_s=math.inf
+            )
+            return classes.classifications[0]
+
+        return [
+            PoolingRequestOutput(
+                item.prompt,
+                item.adapter,
+                ClassificationOutput(one.probabilities, one.logits, one.label),
+                one.prompt_tokens,
+                one.cached_tokens,
+            )
+            for item, one in zip(items, _all_done(self._run(items, send, "prompts", use_tqdm)), strict=True)
+        ]
+
+    def close(self) -> None:
+        """Stop the server and remove its directory. Idempotent."""
+        self._finalizer()
+
+    def _embed(
+        self,
+        items: Sequence[Item],
+        what: str,
+        pooling: Pooling | str | None,
+        normalize: bool | None,
+        dimensions: int | None,
+        use_tqdm: bool,
+    ) -> list[Embedding]:
         async def send(item: Item) -> Embedding:
             embeddings = await self._parts.async_client.embed(
                 _pooled(item),
@@ -188,29 +218,7 @@ class LLM:
             )
             return embeddings.embeddings[0]
 
-        return _all_done(self._run(items_of(prompts_of(inputs, "inputs"), None, adapter, {}), send, "inputs", use_tqdm))
-
-    def classify(
-        self,
-        inputs: OfflinePrompt | Sequence[OfflinePrompt],
-        *,
-        adapter: str | Sequence[str],
-        problem_type: ProblemType | str | None = None,
-        use_tqdm: bool = True,
-    ) -> list[Classification]:
-        """The classes of every input, in order, by adapters' score heads. `Client.classify` describes the rest."""
-
-        async def send(item: Item) -> Classification:
-            classes = await self._parts.async_client.classify(
-                _pooled(item), adapter=_one_adapter(item), problem_type=problem_type, timeout_s=math.inf
-            )
-            return classes.classifications[0]
-
-        return _all_done(self._run(items_of(prompts_of(inputs, "inputs"), None, adapter, {}), send, "inputs", use_tqdm))
-
-    def close(self) -> None:
-        """Stop the server and remove its directory. Idempotent."""
-        self._finalizer()
+        return _all_done(self._run(items, send, what, use_tqdm))
 
     def _complete(self, items: Sequence[Item], *, use_tqdm: bool, return_errors: bool) -> list[RequestOutput]:
         async def send(item: Item) -> Generation:

@@ -7,6 +7,7 @@ only until the name is known; where it turns out to be no call, the reader gives
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +17,7 @@ from motet.responses.json_pieces import JsonPieces, MalformedError, State
 from motet.responses.templates import CallForm
 
 MAX_NAME_CHARS = 256
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, by an escape: no text in UTF-8 has it
 
 
 @dataclass(slots=True)
@@ -175,6 +177,8 @@ class JsonCallReader:
         """Arguments that are written as a string are the text in the string."""
         assert self._index is not None
         given = json.loads(text) if text.startswith('"') else text
+        # Half of a surrogate pair cannot be sent as UTF-8; within a text of the JSON its escape is the same.
+        given = given.encode("utf-8", "backslashreplace").decode()
         if given:
             events.append(CallArguments(self._index, given))
 
@@ -186,7 +190,7 @@ class JsonCallReader:
         self._end(events)
 
     def _start(self, name: str, events: list[Event]) -> None:
-        if not 0 < len(name) <= MAX_NAME_CHARS:
+        if not 0 < len(name) <= MAX_NAME_CHARS or _SURROGATE.search(name):
             raise MalformedError
         start = self._calls.start(name)
         self._index = start.index

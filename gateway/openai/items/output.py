@@ -29,7 +29,6 @@ class ResponseOutput:
         self._items: list[Event] = []
         self._logprobs: list[Event] = []  # of tokens whose text has not come yet
         self._broken: set[str] = set()  # ids of calls that broke off
-        self._reasoning_tokens = 0  # of the chunks that had reasoning
         self._sequence_number = 0
 
     def begin(self) -> Iterator[Event]:
@@ -42,8 +41,6 @@ class ResponseOutput:
         if chunk.logprobs:
             self._logprobs += self._reply.logprobs_of(choice, chunk.logprobs)["content"]
         self._broken = choice.turn.broken if choice.turn is not None else set()
-        if any("reasoning_content" in delta for delta in choice.deltas):
-            self._reasoning_tokens += len(chunk.token_ids)
         for delta in choice.deltas:
             yield from self._added(delta)
         if chunk.finish_reason is not None:
@@ -98,9 +95,9 @@ class ResponseOutput:
         usage = self._reply.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
             "total_tokens": usage["total_tokens"],
         }
 

@@ -121,6 +121,21 @@ def test_required_calls_are_all_there_is(name: str, vocabulary: Vocabulary) -> N
 
 
 @pytest.mark.parametrize("name", BUNDLED)
+def test_a_name_that_begins_another_one_is_kept_apart(name: str, vocabulary: Vocabulary) -> None:
+    form, draw = form_of(name, vocabulary), random.Random(5)
+    names = ["get", "get_now", "get_now_all"]
+    tools = [{"type": "function", "function": {"name": one, "parameters": {"type": "object"}}} for one in names]
+    for wanted in names:
+        grammar = call_grammar(form, tools, is_required=True, names=[wanted], is_parallel=False)
+        assert grammar is not None
+        texts = [text for _ in range(6) if (text := vocabulary.written(grammar, draw)) is not None]
+        assert texts
+        for text in texts:
+            found = [event.name for event in form.parser().push(text) if isinstance(event, CallStart)]
+            assert found == [wanted], text
+
+
+@pytest.mark.parametrize("name", BUNDLED)
 def test_calls_within_free_text_are_valid_too(name: str, vocabulary: Vocabulary) -> None:
     form = form_of(name, vocabulary)
     grammar = call_grammar(form, TOOLS, is_required=False)

@@ -189,6 +189,33 @@ def test_arguments_come_as_they_are_generated() -> None:
     assert reported[-1][1] == CallEnd(0, is_complete=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", r'<tool_call>{"name": "f\ud800", "arguments": {}}</tool_call>', []),
+        ("hermes", r'<tool_call>{"arguments": {"a": 1}, "name": "\udfff\ud83d"}</tool_call>', []),
+        ("mistral", r'[TOOL_CALLS][{"name": "\udc00", "arguments": {}}]', []),
+        ("hermes", r'<tool_call>{"name": "\ud83d\ude00", "arguments": {}}</tool_call>', [("\U0001f600", {})]),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>', [("f", {"a": "\ud800"})]),
+        (
+            "hermes",
+            r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}</tool_call>',
+            [("f", {"a": "\ud800"})],
+        ),
+        ("pythonic", r'[f(a="\ud800", b={"c": "\udfff"})]', [("f", {"a": "\ud800", "b": {"c": "\udfff"}})]),
+    ],
+)
+def test_halves_of_surrogate_pairs_can_be_sent_on(name: str, text: str, calls: list[Any]) -> None:
+    """JSON's escapes can write half a pair, which UTF-8 cannot: such a name is no name, and arguments keep the escape."""
+    for pieces in cuts(text):
+        events = read(name, pieces)
+        for event in events:
+            str(getattr(event, "text", "") + getattr(event, "name", "")).encode()  # raises where it is not UTF-8
+        found = summary(events)
+        assert [(call[1], json.loads(call[2])) for call in found["calls"]] == calls
+        assert found["content"] == ("" if calls else text)
+
+
 def test_pythonic_calls_are_read_as_python_reads_them() -> None:
     text = "[get.it(a=\"x, )\", b=[1, {'c': None}], d=true), now()]"
     for pieces in cuts(text):

@@ -117,6 +117,31 @@ def test_all_completions_and_all_logprobs_come_whole_and_streamed(api: openai.Op
     assert sum(map(len, tokens)) == whole.usage.completion_tokens
 
 
+def test_the_usage_counts_the_tokens_of_reasoning(api: openai.OpenAI) -> None:
+    """The same for a chat, its stream, two completions of it, and a response."""
+    whole = api.chat.completions.create(model="plain", **GIVEN).usage
+    assert whole is not None and whole.completion_tokens_details is not None
+    num_tokens = whole.completion_tokens_details.reasoning_tokens
+    assert num_tokens is not None and 0 < num_tokens < whole.completion_tokens
+    with api.chat.completions.create(
+        model="plain", stream=True, stream_options={"include_usage": True}, **GIVEN
+    ) as stream:
+        *_, last = stream
+    assert last.usage is not None and last.usage.completion_tokens_details == whole.completion_tokens_details
+    both = api.chat.completions.create(model="plain", n=2, **GIVEN).usage
+    assert both is not None and both.completion_tokens_details is not None
+    assert both.completion_tokens_details.reasoning_tokens == 2 * num_tokens
+    content: Any = MESSAGES[-1]["content"]
+    response = api.responses.create(model="plain", input=content, temperature=0, max_output_tokens=64)
+    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens == num_tokens
+    assert response.usage.input_tokens_details.to_dict().keys() == {"cached_tokens"}
+
+
+def test_a_chat_that_is_not_read_has_no_count_of_reasoning(api: openai.OpenAI) -> None:
+    usage = api.chat.completions.create(model="broken", **GIVEN).usage
+    assert usage is not None and usage.completion_tokens_details is None
+
+
 def test_a_required_call_comes_behind_the_reasoning(api: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "look_up"}}
     choice = api.chat.completions.create(model="plain", tool_choice=named, **GIVEN).choices[0]

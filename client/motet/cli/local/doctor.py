@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 from collections.abc import Iterator
 from importlib import metadata
@@ -19,6 +20,7 @@ from motet.cli.local import config
 _MODULES_BY_TABLE = {
     "control-plane": ("control_plane.config", "control_plane.setup.examination"),
     "worker": ("data_plane.config", "data_plane.examination"),
+    "gateway": ("gateway.config", "gateway.examination"),
 }
 _OURS = ("motet-contract", "motet-server", "motet-worker")
 _PACKAGES = ("grpcio", "protobuf", "redis", "torch", "triton", "transformers", "safetensors", "llguidance")
@@ -38,7 +40,10 @@ def add_parser(commands: Subparsers) -> None:
 def _examine(arguments: argparse.Namespace) -> int:
     findings = server_parts.load("contract.settings.findings")
     is_wrong = False
-    for finding in _findings(arguments.config, findings):
+    path: Path | None = arguments.config
+    if path is None and os.environ.get("MOTET_CONFIG"):
+        path = Path(os.environ["MOTET_CONFIG"])
+    for finding in _findings(path, findings):
         is_wrong = is_wrong or finding.state is findings.State.WRONG
         if arguments.json:
             print(json.dumps(dataclasses.asdict(finding) | {"state": finding.state.value}), flush=True)
@@ -59,6 +64,7 @@ def _findings(path: Path | None, findings: Any) -> Iterator[Any]:
             yield findings.Finding(name, findings.State.WRONG, f"{found}, and motet is {__version__}", advice)
     versions = ", ".join(f"{name} {found}" for name in _PACKAGES if (found := version_of(name)))
     yield findings.Finding("packages", findings.State.OK, versions or "none of the server's")
+    tables = _tables_of(path)
     for table, (settings_module, examination) in _MODULES_BY_TABLE.items():
         try:
             part = server_parts.load(settings_module)
@@ -67,12 +73,25 @@ def _findings(path: Path | None, findings: Any) -> Iterator[Any]:
             continue
         try:
             settings = config.settings_of(part, path)
+            if tables is not None and table == "gateway" and table not in tables:
+                continue  # this machine is to run none
         except config.WrongSettings as error:
-            advice = "give --config FILE; `motet config check FILE` shows the first mistake of each part"
-            state = findings.State.WARNING if path is None else findings.State.WRONG  # perhaps they are all flags
+            state, advice = findings.State.WRONG, f"correct it; `motet config check {path}` reads the file again"
+            if path is None:  # perhaps they are all flags
+                state, advice = findings.State.WARNING, "give the settings with --config FILE, or as MOTET_* variables"
             yield findings.Finding(f"{table}: settings", state, f"not examined further: {error}", advice)
             continue
         yield from server_parts.load(examination).examine(settings)
+
+
+def _tables_of(path: Path | None) -> frozenset[str] | None:
+    """Names of the tables in the file of settings; None without one, or where it cannot be read."""
+    if path is None:
+        return None
+    try:
+        return frozenset(server_parts.load("contract.settings.config_file").read(path))
+    except ValueError:
+        return None
 
 
 def version_of(distribution: str) -> str:
