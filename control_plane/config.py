@@ -32,6 +32,7 @@ from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 DTYPES = ("auto", *ITEMSIZE)
 HOST_CACHES = ("redis", "memory")
+DEFAULT_WORKER_START_S = 900.0  # with an autoscaler: what loading a model may take, beside the time for a machine
 DEFAULT_MAX_CONNECTIONS = 4096  # of clients
 POLICIES = tuple(policy.value for policy in Policy)
 _Settings = TypeVar("_Settings", FleetSettings, SchedulerSettings)
@@ -142,6 +143,12 @@ class ServerConfig:
     worker_grace_s: float = setting(
         "how long requests wait for a worker when none is attached", _FLEET.worker_grace_s, unit="seconds"
     )
+    worker_start_s: float | None = setting(
+        "how long each request waits for a worker that an autoscaler starts; none is refused before",
+        None,
+        unit="seconds",
+        shown_default=f"none: --worker-grace-s counts; {DEFAULT_WORKER_START_S:g} with --scaler-listen",
+    )
     step_timeout_s: float = setting(
         "a step that takes longer than this, and than 20 times the latest steps, hangs",
         _FLEET.step_timeout_s,
@@ -250,6 +257,12 @@ class ServerConfig:
         metavar="HOST:PORT",
         shown_default="none",
     )
+    scaler_listen: str | None = setting(
+        "address where KEDA learns how many workers are needed; requests then wait for workers that it starts",
+        None,
+        metavar="HOST:PORT",
+        shown_default="none",
+    )
     otlp_traces_endpoint: str | None = setting(
         "URL of an OpenTelemetry collector that gets a span of each request, by OTLP over gRPC",
         None,
@@ -265,7 +278,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if (mistake := flags.find_mistake(self)) is not None:
             raise ConfigError(mistake)
-        for name in ("listen", "worker_listen", "metrics_listen"):
+        for name in ("listen", "worker_listen", "metrics_listen", "scaler_listen"):
             if (address := getattr(self, name)) is None:
                 continue
             host, _, port = address.rpartition(":")
@@ -274,9 +287,11 @@ class ServerConfig:
         if self.listen == self.worker_listen and not self.listen.endswith(":0"):
             raise ConfigError(f"--worker-listen: {self.worker_listen} is --listen too; the two ports must differ")
         try:
-            self.access.check_addresses(self.listen, self.worker_listen)
+            self.access.check_addresses(self.listen, self.worker_listen, self.scaler_listen)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if self.access.scaler_tls_client_ca is not None and self.scaler_listen is None:
+            raise ConfigError("--scaler-tls-client-ca: needs --scaler-listen; else nobody presents a certificate")
         if (reason := why_no_checkpoint(self.model_dir)) is not None:
             raise ConfigError(f"--model: {reason}")
         if (self.task_cache_memory_share or 0.0) > 1.0:
@@ -290,7 +305,11 @@ class ServerConfig:
     def fleet_settings(self) -> FleetSettings:
         """Bounds and times of the fleet. Raises ConfigError."""
         scheduler = self.scheduler_settings()
-        return self._settings_of(FleetSettings, scheduler=scheduler, tenants=self.tenant_table())
+        start_s = self.worker_start_s
+        if start_s is None and self.scaler_listen is not None:
+            start_s = DEFAULT_WORKER_START_S
+        given: Any = {"scheduler": scheduler, "tenants": self.tenant_table(), "worker_start_s": start_s}
+        return self._settings_of(FleetSettings, **given)
 
     def scheduler_settings(self) -> SchedulerSettings:
         """How a worker's time and memory are shared out. Raises ConfigError."""

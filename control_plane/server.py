@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,6 +66,7 @@ from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
+from control_plane.scaler.port import open_port
 from control_plane.setup.directories import take_in_directories
 from control_plane.setup.garbage import collect_rarely
 from control_plane.setup.metrics import ControlPlaneMetrics, open_tracing
@@ -162,14 +164,17 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     codec, base_model = await start_codec(config, base_model, stack)
     reports = await _open_reports(config, base_model, stack)
     settings = config.fleet_settings()
-    registry, weights, task_cache = await open_storage(config, base_model, reports, settings.tenants, stack)
+    metrics = ControlPlaneMetrics(config.metrics_listen, open_tracing(config.otlp_traces_endpoint, stack))
+    storage = open_storage(config, base_model, reports, settings.tenants, metrics.timings, stack)
+    registry, weights, task_cache = await storage
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher(on_read=audit.file_read)
-    transport, authenticator = _open(open_transport, config, watcher), await _authenticator(config, watcher, stack)
-    metrics = ControlPlaneMetrics(config.metrics_listen, open_tracing(config.otlp_traces_endpoint, stack))
+    make_transport = partial(open_transport, has_scaler=config.scaler_listen is not None)
+    transport, authenticator = _open(make_transport, config, watcher), await _authenticator(config, watcher, stack)
     clients, workers = _make_ports(config, max_connections, authenticator, transport, metrics, audit, stack)
     constraints, vocabulary = await open_constraints(codec, base_model, stack)
-    fleet = Fleet(assemble(settings, base_model, weights, registry.incarnation, audit=audit, vocabulary=vocabulary))
+    observed: Any = {"audit": audit, "vocabulary": vocabulary, "timings": metrics.timings}
+    fleet = Fleet(assemble(settings, base_model, weights, registry.incarnation, **observed))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
     life_cycle = AdapterLifeCycle(
@@ -224,21 +229,32 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     client_address = bind_clients(clients, config.listen, transport.client_credentials)
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await asyncio.gather(clients.start(), workers.start())
+    on_refused = metrics.counting(audit.refused)
+    await open_port(config.scaler_listen, transport, fleet.load, _is_known(reports), on_refused, stack)
     begin(stack, _restore(life_cycle), Keeper(registry, life_cycle, fleet.unloads.has_requests).run())
-
-    async def drain(timeout_s: float) -> None:
-        logger.info("draining timeout_s=%g", timeout_s, extra=shown(f"stopping: at most {timeout_s:g} s for requests"))
-        gate.close()
-        reporter.stop()
-        await asyncio.gather(fleet.drain(timeout_s), operation_store.close(timeout_s=timeout_s))
-
+    drain = partial(_drain, fleet, operation_store, gate, reporter)
     return ControlPlane(client_address, worker_address, fleet, drain, audit)
+
+
+async def _drain(
+    fleet: Fleet, operation_store: OperationStore, gate: DrainGate, reporter: health.HealthReporter, timeout_s: float
+) -> None:
+    """No new work from now on; what runs has this long to end."""
+    logger.info("draining timeout_s=%g", timeout_s, extra=shown(f"stopping: at most {timeout_s:g} s for requests"))
+    gate.close()
+    reporter.stop()
+    await asyncio.gather(fleet.drain(timeout_s), operation_store.close(timeout_s=timeout_s))
+
+
+def _is_known(reports: WorkerReports) -> Callable[[], bool]:
+    """Whether requests can be checked: the longest context is known, from the checkpoint or from a worker."""
+    return lambda: reports.max_model_len is not None
 
 
 def _report_on(fleet: Fleet, reports: WorkerReports) -> tuple[tuple[Any, object], health.HealthReporter]:
     """The health of the server, and what workers report, follow the fleet from now on. Returns the service to offer."""
     service = health.HealthService()
-    reporter = health.HealthReporter(service, lambda: fleet.num_workers > 0)
+    reporter = health.HealthReporter(service, lambda: fleet.load.is_served)
     reporter.start()
     fleet.on_workers_changed(reporter.on_workers_changed)
     fleet.on_workers_changed(lambda: reports.update(fleet.reports()))
@@ -272,7 +288,7 @@ def _start(watcher: FileWatcher, stack: contextlib.AsyncExitStack) -> None:
 def _offer(server: ClientPort, *services: tuple[Any, object]) -> None:
     """Let a server offer services, each given as the stub's function that adds it, and the servicer."""
     for add, servicer in services:
-        add(servicer, server)
+        add(servicer, listeners.OneQueue(server))
 
 
 def _offer_reflection(config: ServerConfig, server: ClientPort) -> None:

@@ -13,7 +13,7 @@ PACKAGES = (
     *("benchmarks", "client", "contract", "control_plane", "data_plane", "examples", "gateway", "kernels", "protos"),
     ".ci",
 )
-GENERATED = {ROOT / "client" / "motet" / "v1", ROOT / "contract" / "v1"}
+GENERATED = {ROOT / "client" / "motet" / "v1", ROOT / "contract" / "v1", ROOT / "control_plane" / "scaler" / "v1"}
 TEXT_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".txt", ".proto", ".yaml", ".yml", ".cfg", ".ini", ""}
 NOT_OURS = {".git", ".motet", "__pycache__", "build", "dist", "motet-data", "node_modules"}
 

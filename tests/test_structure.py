@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -61,3 +62,11 @@ def test_retired_words_have_patterns_that_match_them() -> None:
         assert any(pattern.search(words) for pattern in patterns), words
     for words in ("in flight", "step result", "target module", "completion", "websites"):
         assert not any(pattern.search(words) for pattern in patterns), words
+
+
+def test_no_symbolic_link_is_in_the_repository() -> None:
+    """A checkout of one replaces an ignored directory of its name: a link to an environment removed the environment."""
+    if not (ROOT / ".git").exists():  # a source archive has no index, and its files are what they are
+        return
+    listed = subprocess.run(["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []

@@ -39,14 +39,15 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 class Connection:
     """A kept HTTP connection. It reads no more of a response than it must: its own time counts as the gateway's."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._address = address  # a gateway on loopback refuses names of other hosts
         self._reader = reader
         self._writer = writer
 
     @classmethod
     async def open(cls, address: str) -> Connection:
         host, _, port = address.rpartition(":")
-        return cls(*await asyncio.open_connection(host, int(port), limit=1 << 20))
+        return cls(address, *await asyncio.open_connection(host, int(port), limit=1 << 20))
 
     async def first_token_s(self, prompt: Prompt, num_tokens: int, salt: str = "") -> tuple[float, int]:
         """Seconds to the first token of a streamed completion, and how many of its events came."""
@@ -54,7 +55,7 @@ class Connection:
         path, field = ("/v1/chat/completions", "messages") if is_chat else ("/v1/completions", "prompt")
         content = {"model": NAME, field: prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
         body = json.dumps({**content, "temperature": 0, "cache_salt": salt or None}).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._address}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         began_s = time.perf_counter()
         self._writer.write(head + body)
         for _ in range(2 if is_chat else 1):  # of a chat, the first event has the role

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANKS = (8, 16, 32, 64)  # adapters take them in turn
@@ -28,23 +31,17 @@ class ModelShape:
 
 SHAPES = {
     "205m": ModelShape(1024, 16, 16, 8, 2816, 8192, "bfloat16"),
+    "205m-128k": ModelShape(1024, 16, 16, 8, 2816, 131_072, "bfloat16"),  # 457M parameters, for masks over its tokens
+    "8b": ModelShape(4096, 32, 32, 8, 14_336, 128_256, "bfloat16", 8192),
     "tiny": ModelShape(64, 2, 4, 2, 128, 512, "float32"),
 }
 
 
-def make_base(shape_name: str, cache: Path, dtype: str | None = None) -> Path:
-    """Directory of the random checkpoint, made if it is not there."""
-    shape = SHAPES[shape_name]
-    dtype = dtype or shape.dtype
-    out = cache / f"{shape_name}-{dtype}-{SEED}"
-    if (out / "model.safetensors").exists() and (out / "tokenizer.json").exists():
-        return out
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama_config(shape: ModelShape) -> LlamaConfig:
+    """transformers' configuration of a Llama of this shape."""
+    from transformers import LlamaConfig
 
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -57,6 +54,21 @@ def make_base(shape_name: str, cache: Path, dtype: str | None = None) -> Path:
         pad_token_id=0,
         tie_word_embeddings=False,
     )
+
+
+def make_base(shape_name: str, cache: Path, dtype: str | None = None) -> Path:
+    """Directory of the random checkpoint, made if it is not there."""
+    shape = SHAPES[shape_name]
+    dtype = dtype or shape.dtype
+    out = cache / f"{shape_name}-{dtype}-{SEED}"
+    if (out / "model.safetensors").exists() and (out / "tokenizer.json").exists():
+        return out
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    config = llama_config(shape)
     out.mkdir(parents=True, exist_ok=True)
     # Every id has a text: bytes first, then made-up words. Merges are not needed, prompts are token ids.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

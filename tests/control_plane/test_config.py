@@ -89,6 +89,13 @@ def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monke
         (["--listen", "nowhere"], "--listen: 'nowhere' is not HOST:PORT"),
         (["--listen", "127.0.0.1:99999"], "--listen"),
         (["--worker-listen", "127.0.0.1:50051"], "--worker-listen"),
+        (["--scaler-listen", "keda"], "--scaler-listen: 'keda' is not HOST:PORT"),
+        (["--scaler-listen", "0.0.0.0:1"], "--scaler-listen: 0.0.0.0:1 is reached from other machines"),
+        (
+            ["--tls-cert", __file__, "--tls-key", __file__, "--scaler-tls-client-ca", __file__],
+            "--scaler-tls-client-ca: needs --scaler-listen",
+        ),
+        (["--worker-start-s", "0"], "--worker-start-s: 0.0 is not above 0"),
         (["--redis-url", "http://x"], "--redis-url"),
         (["--redis-url", "redis://x:9999999"], "--redis-url: cannot be read as SCHEME://"),
         (["--redis-password-file", "/nowhere"], "--redis-password-file: needs --redis-url"),
@@ -145,6 +152,15 @@ def test_scheduling_flags_make_the_schedulers_settings(model_dir: Path) -> None:
         adapter_us_per_mib=3.5,
         step_us=4.5,
     )
+
+
+def test_requests_wait_for_workers_that_an_autoscaler_starts(model_dir: Path) -> None:
+    def start_s(*argv: str) -> float | None:
+        return parse(model_dir, *argv).fleet_settings().worker_start_s
+
+    scaler = ("--scaler-listen", "127.0.0.1:0")
+    assert start_s() is None and start_s("--worker-start-s", "60") == 60
+    assert start_s(*scaler) == 900 and start_s(*scaler, "--worker-start-s", "60") == 60
 
 
 def test_names_of_tenants_are_trusted_only_where_that_is_said(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

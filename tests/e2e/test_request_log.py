@@ -17,7 +17,10 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 async def test_a_request_can_be_followed_from_the_client_to_the_worker(tmp_path: Path) -> None:
     flags = ("--host-cache", "memory", "--log-format", "json")
-    async with control_plane(tmp_path, *flags) as (server, clients, workers), hash_worker(tmp_path, workers):
+    async with (
+        control_plane(tmp_path, *flags) as (server, clients, workers),
+        hash_worker(tmp_path, workers, "--log-level", "info") as worker,
+    ):
         token = TRACEPARENT.set(f"00-{TRACE}-b7ad6b7169203331-01")
         try:
             async with motet.AsyncClient(clients, tenant="acme") as client:
@@ -27,6 +30,10 @@ async def test_a_request_can_be_followed_from_the_client_to_the_worker(tmp_path:
         assert len(result.token_ids) == 3
         server.terminate()
         _, err = await asyncio.wait_for(server.communicate(), STEP_S)
+        worker.terminate()
+        _, of_worker = await asyncio.wait_for(worker.communicate(), STEP_S)
+    (begun,) = [line for line in of_worker.decode().splitlines() if "request begins" in line]
+    assert "request_id=mine" in begun and f"trace_id={TRACE}" in begun and "prompt_tokens=" in begun
     lines: list[dict[str, Any]] = [json.loads(line) for line in err.decode().splitlines()]
     (ended,) = [line for line in lines if line["event"] == "request ended"]
     assert ended["trace_id"] == TRACE

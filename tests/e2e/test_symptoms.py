@@ -79,6 +79,22 @@ def test_first_tokens_of_adapters_are_slow_and_adapters_are_loaded_again_and_aga
         num_reads = watched.value("motet_host_cache_misses_total") - registered
         assert num_reads > NUM_ADAPTERS, "the store was read again and again"
         assert watched.value("motet_adapters_loaded") == 1
+        assert watched.value("motet_slot_misses_total") > NUM_ADAPTERS, "requests waited for loads again and again"
+        assert watched.value("motet_slot_evictions_total") > NUM_ADAPTERS
+        assert watched.value("motet_slot_load_seconds_count", source="store") > NUM_ADAPTERS
+        assert watched.value("motet_slot_hits_total") + watched.value("motet_slot_misses_total") == 12
+
+
+def test_the_store_is_slow(model_dir: Path, tmp_path: Path, adapters: dict[str, Path]) -> None:
+    """Its time is measured for every call, so that a slow one is seen; a test cannot slow a disk down."""
+    with watching(model_dir, tmp_path, "--host-cache", "memory") as (watched, client):
+        watched.system.start_hash_worker("w0", STEP)
+        num_before = watched.value("motet_store_call_seconds_count", kind="change")
+        client.adapters.register("a0", adapters["a0"])
+        ask_all(client, [Job((9, 10, 11), "a0", 5)])
+        assert watched.value("motet_store_call_seconds_count", kind="change") > num_before
+        assert watched.value("motet_store_call_seconds_sum") > 0
+        wait_until(lambda: watched.value("motet_slot_load_bytes_total") > 0, "the load is counted")
 
 
 def test_workers_come_and_go(model_dir: Path, tmp_path: Path) -> None:

@@ -47,11 +47,12 @@ from control_plane.constraints.compiler import ConstraintCompiler
 from control_plane.errors import AdapterNotFound, InvalidRequest, MotetError, NoWorker, PermissionDenied
 from control_plane.fleet.fleet import Fleet
 from control_plane.observers.ended_request import Observer, Observers
+from control_plane.observers.trace_context import trace_id_of
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import ResolvedAdapter
 from control_plane.registry.registry import Registry
 from control_plane.registry.versions.version_names import version_name_of
-from control_plane.scheduler.types import Request, Sampling
+from control_plane.scheduler.types import LogIds, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +195,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             num_samples=decoding.best_of if decoding.beam is None else 1,
             beam=decoding.beam,
             constraint=constraint,
+            # Not the fleet's number: by two of those a client could count the requests of all tenants between them.
+            log_ids=LogIds(checked.client_request_id or self._draw_request_id(), trace_id_of(caller.traceparent)),
         )
         stream = self._response_stream(checked, request, resolved, text.codec, render_time_s, vocab_size)
         with GenerationRecord(self._audit, caller, checked, request, stream, self._clock, self._observers) as record:
@@ -305,8 +308,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         vocab_size: int,
     ) -> ResponseStream:
         stops = StopStrings(checked.stop)
-        # Not the fleet's number: by two of those a client could count the requests of all tenants between them.
-        request_id = checked.client_request_id or self._draw_request_id()
+        request_id = request.log_ids.request_id
         logger.debug("request taken name=%s request_id=%d", request_id, request.request_id)
         return ResponseStream(
             client_request_id=request_id,

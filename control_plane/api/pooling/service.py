@@ -43,10 +43,11 @@ from control_plane.errors import (
 )
 from control_plane.fleet.fleet import Fleet
 from control_plane.observers.ended_request import Observer, Observers
+from control_plane.observers.trace_context import trace_id_of
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import ResolvedAdapter
 from control_plane.registry.registry import Registry
-from control_plane.scheduler.types import Pooling, PoolingKind, Request
+from control_plane.scheduler.types import LogIds, Pooling, PoolingKind, Request
 
 SERVICE_NAME = pooling_pb2.DESCRIPTOR.services_by_name["PoolingService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -245,6 +246,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
                 charged_to=call.account,
                 priority=call.checked.priority,
                 pooling=pooling,
+                log_ids=LogIds(call.request_id, trace_id_of(call.caller.traceparent)),
             )
             for prompt in prompts
         ]

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -138,6 +138,8 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     yield from (refused(INVALID, "hello.device", device=device) for device in bad_devices)
     for field, values in bounds.items():
         yield from (refused(INVALID, f"hello.{field}", **{field: value}) for value in values)
+    for part in pb.MemoryUse.DESCRIPTOR.fields:
+        yield refused(INVALID, f"hello.memory.{part.name}", memory=pb.MemoryUse(**{part.name: U64}))
     yield from (refused(PRECONDITION, str(VOCAB_SIZE), vocab_size=size) for size in (1, VOCAB_SIZE - 1, VOCAB_SIZE + 1))
     for lowest, highest in (
         (0, 0),
@@ -403,8 +405,7 @@ def converse(
         epoch = worker.hear("welcome").epoch
         plan = pb.StepPlan()
         if conversation.needs_plan:
-            open_request = _OpenRequest(client_channel, timeout_s)
-            plan = worker.hear("step_plan")
+            open_request, plan = _OpenRequest(client_channel, timeout_s), worker.hear("step_plan")
         for message in conversation.build(epoch, plan):
             worker.say(message)
         if conversation.leaves:
@@ -423,8 +424,7 @@ class _OpenRequest:
 
     def __init__(self, channel: grpc.Channel, timeout_s: float) -> None:
         request = generation.request(decoding__n=NUM_COMPLETIONS, sampling__logprobs=2).SerializeToString()
-        raw: Any = channel
-        self._call = raw.unary_stream(generation.GENERATE)(request, timeout=timeout_s)
+        self._call = cast("Any", channel).unary_stream(generation.GENERATE)(request, timeout=timeout_s)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
