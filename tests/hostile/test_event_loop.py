@@ -7,7 +7,7 @@ matter, in a control plane built as in production.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation
 from tokenizers import Tokenizer
 
 from tests.e2e.harness import System
+from tests.fakes.loop_monitor import LoopReport
 from tests.fakes.watched_control_plane import command, take_report
 from tests.hostile.bad_inputs import large, mutations, worker_port
 from tests.hostile.bad_inputs.case import Case, send
@@ -33,17 +34,36 @@ MAX_TURN_MS = 50.0
 # A call that keeps the interpreter's lock in another thread. The measure is coarser: it counts all threads, and the
 # kernel may leave the one that requests the lock waiting while they run.
 MAX_LOCK_MS = 150.0
+NUM_REPEATS = 3
 TIMEOUT_S = 120.0
 CONTEXT = 131_072
 
 
 def check(system: System, report: Path, what: str, *, allowed_ms: float = 0.0) -> None:
     """Nothing held up the loop since the last check. `allowed_ms`: what protobuf needs to read the messages sent."""
-    found = take_report(system.control_plane, report)
-    worst = "\n".join(f"{ms} ms: {name[:300]}" for ms, name in found.slowest)
-    limit_ms = MAX_TURN_MS + allowed_ms
-    assert found.longest_turn_ms <= limit_ms, f"{what}: a turn of {found.longest_turn_ms} ms of {limit_ms}\n{worst}"
-    assert found.longest_lock_ms <= MAX_LOCK_MS, f"{what}: the lock was held for {found.longest_lock_ms} ms"
+    problems = held_up(take_report(system.control_plane, report), MAX_TURN_MS + allowed_ms)
+    assert not problems, f"{what}: {problems}"
+
+
+def check_repeated(system: System, what: str, call: Callable[[], None]) -> None:
+    """`call` does not hold up the loop. What holds it up does so each time; what the machine adds comes once."""
+    report = system.work_dir / "report"
+    for _ in range(NUM_REPEATS):
+        call()
+        problems = held_up(take_report(system.control_plane, report), MAX_TURN_MS)
+        if not problems:
+            return
+    pytest.fail(f"{what}: {problems}, the last time of {NUM_REPEATS}")
+
+
+def held_up(found: LoopReport, limit_ms: float) -> str:
+    """What exceeds its limit; empty: nothing."""
+    if found.longest_turn_ms > limit_ms:
+        worst = "\n".join(f"{ms} ms: {name[:300]}" for ms, name in found.slowest)
+        return f"a turn of {found.longest_turn_ms} ms of {limit_ms}\n{worst}"
+    if found.longest_lock_ms > MAX_LOCK_MS:
+        return f"the lock was held for {found.longest_lock_ms} ms of {MAX_LOCK_MS}"
+    return ""
 
 
 # ---- what is refused ----
@@ -198,23 +218,32 @@ LARGE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", LARGE)
 def test_no_large_request_holds_up_the_loop(large_system: System, what: str) -> None:
     with grpc.insecure_channel(large_system.address) as channel:
-        code = generate(channel, **LARGE[what])
-    assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
-    check(large_system, large_system.work_dir / "report", what)
+
+        def call() -> None:
+            code = generate(channel, **LARGE[what])
+            assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+
+        check_repeated(large_system, what, call)
 
 
 def test_texts_of_many_tenants_at_once_hold_up_the_loop_no_longer_than_one(large_system: System) -> None:
     with grpc.insecure_channel(large_system.address) as channel, ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(generate, channel, tenant=f"t{number}", text=WORDS[:1_000_000]) for number in range(8)]
-        assert {call.result() for call in calls} == {grpc.StatusCode.INVALID_ARGUMENT}
-    check(large_system, large_system.work_dir / "report", "eight texts of 1 MB")
+
+        def call() -> None:
+            calls = [pool.submit(generate, channel, tenant=f"t{number}", text=WORDS[:1_000_000]) for number in range(8)]
+            assert {call.result() for call in calls} == {grpc.StatusCode.INVALID_ARGUMENT}
+
+        check_repeated(large_system, "eight texts of 1 MB", call)
 
 
 def test_unknown_adapters_hold_up_the_loop_for_moments_only(large_system: System) -> None:
     with grpc.insecure_channel(large_system.address) as channel:
-        codes = {generate(channel, adapter=f"nobody-{number}") for number in range(300)}
-    assert codes == {grpc.StatusCode.NOT_FOUND}
-    check(large_system, large_system.work_dir / "report", "unknown adapters")
+
+        def call() -> None:
+            codes = {generate(channel, adapter=f"nobody-{number}") for number in range(300)}
+            assert codes == {grpc.StatusCode.NOT_FOUND}
+
+        check_repeated(large_system, "unknown adapters", call)
 
 
 def generate(channel: grpc.Channel, *, tenant: str = "default", **fields: Any) -> grpc.StatusCode:
