@@ -16,20 +16,41 @@ _SECRET_NAME = (
 )
 _IS_SECRET_NAME = re.compile(_SECRET_NAME, re.IGNORECASE)
 # What may begin a secret: the texts without any of these need no search.
-_MARKS = ("://", "earer", "EARER", "motet_", "eyJ", "?", "assw", "ecret", "PRIVATE KEY")
+_MARKS = (
+    *("://", "earer", "EARER", "motet_", "eyJ", "?", "assw", "ecret", "PRIVATE KEY", "hf_", "ya29.", "ccountKey"),
+    *("uthorization", "UTHORIZATION", "SECRET", "ASSW", "pi-key", "Api-Key", "pi_key", "API_KEY", "CCESS_KEY"),
+    *("ccess_token", "ccessToken", "CCESS_TOKEN", "ession_token", "essionToken", "SESSION_TOKEN", "efresh_token"),
+    *("HF_TOKEN", "hf_token", "ecurity-", "ccess_key"),
+)
+# The header `authorization` in each form in which packages log it: `name: value`, and pairs of quoted texts. The value
+# begins with a scheme; parameters with commas between them may follow. Bearer has a pattern of its own.
+_SCHEMES = "basic|digest|negotiate|ntlm|token|apikey|sharedkey(?:lite)?|aws4-[a-z0-9-]+|goog4-[a-z0-9-]+"
+_PARAMETERS = r"[^\s'\",;]+(?:,\s?[\w-]+=[^\s'\",;]+)*"
+# Names whose value is hidden in NAME=VALUE, and in "NAME": "VALUE" of JSON and of reprs.
+_NAMED = (
+    "password|passwd|secret|secret_?access_?key|account_?key|api[_-]key|hf_token|"
+    "x-amz-security-token|(?:access|session|refresh)_?token"
+)
 _PATTERNS = (
     # User and password of a URL; the password may hold anything that is not white space or a quote.
     (re.compile(r"(://)(?:[^\s/@:'\"]*:[^\s'\"]*|[^\s/@'\"]+)@"), rf"\1{HIDDEN}@"),
     (re.compile(r"\b(bearer\s+)[^\s'\",;]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     # An API key keeps its id, which is no secret and says which key to revoke.
     (re.compile(r"\b(motet_[0-9A-Za-z-]{1,64}_)[0-9A-Za-z]{43}(?![0-9A-Za-z])"), rf"\1{HIDDEN}"),
+    # Tokens of the Hub and of Google Cloud, by their first letters.
+    (re.compile(r"\b(?:(hf_)[0-9A-Za-z]{16,}|(ya29\.)[\w.-]{16,})"), rf"\1\2{HIDDEN}"),
+    (
+        re.compile(rf"(authorization(?:['\"]\s?[:,]|\s?[:=])\s?b?['\"]?(?:{_SCHEMES})\s+){_PARAMETERS}", re.IGNORECASE),
+        rf"\1{HIDDEN}",
+    ),
     # A JSON web token: three parts in base64url, of which the first is a JSON object.
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), HIDDEN),
     (re.compile(rf"([?&](?:{_SECRET_NAME})=)[^&\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (
-        re.compile(r"((?:password|passwd|secret)(?:['\"]?\s?=|['\"]\s?:)\s?['\"]?)[^\s'\",;&}]+", re.IGNORECASE),
+        re.compile(rf"((?:{_NAMED})(?:['\"]?\s?=|['\"]\s?[:,])\s?b?['\"]?)[^\s'\",;&}}]+", re.IGNORECASE),
         rf"\1{HIDDEN}",
     ),
+    (re.compile(r"(x-(?:goog-)?api-key:\s?|x-amz-security-token:\s?)[^\s'\",;]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (
         re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
         rf"\1{HIDDEN}",

@@ -7,6 +7,7 @@ import pytest
 from contract.redaction import has_password, redacted, redacted_url, split_url, without_password
 
 KEY = "motet_k1_" + "aB3" * 14 + "x"
+HUB_TOKEN = "hf_" + "aB3" * 11 + "x"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,25 @@ KEY = "motet_k1_" + "aB3" * 14 + "x"
         ("GET https://b/x?X-Amz-Signature=ab&y=2&sig=cd", "GET https://b/x?X-Amz-Signature=***&y=2&sig=***"),
         ("Connection(password='pw', username=me)", "Connection(password='***', username=me)"),
         ('{"client_secret": "pw"}', '{"client_secret": "***"}'),
+        (f"GET with {HUB_TOKEN}, 401", "GET with hf_***, 401"),
+        (f"HF_TOKEN={HUB_TOKEN[3:]} motet up", "HF_TOKEN=*** motet up"),
+        ("Authorization: Basic dXNlcjpwYXNz then", "Authorization: Basic *** then"),
+        ("{'Proxy-Authorization': b'basic dXNlcjpwYXNz=='}", "{'Proxy-Authorization': b'basic ***'}"),
+        ("('authorization', 'Basic dXNlcjpwYXNz')", "('authorization', 'Basic ***')"),
+        (
+            "Authorization: AWS4-HMAC-SHA256 Credential=AK/20260101/s3, SignedHeaders=host, Signature=0af1 end",
+            "Authorization: AWS4-HMAC-SHA256 *** end",
+        ),
+        ("authorization=SharedKey account:c2lnbmF0dXJl", "authorization=SharedKey ***"),
+        ("aws_secret_access_key=wJalrXUt/K7MDENG", "aws_secret_access_key=***"),
+        ('{"SecretAccessKey": "wJalr/K7", "Code": "x"}', '{"SecretAccessKey": "***", "Code": "x"}'),
+        ("X-Amz-Security-Token: FwoGZXIv//// and more", "X-Amz-Security-Token: *** and more"),
+        ('{"access_token": "opaque", "expires_in": 3599}', '{"access_token": "***", "expires_in": 3599}'),
+        ("google says ya29.a0AfH6SMBx-y_z0123456 is old", "google says ya29.*** is old"),
+        ("AccountName=a;AccountKey=c2Vj==;EndpointSuffix=x", "AccountName=a;AccountKey=***;EndpointSuffix=x"),
+        ("Client(target='h', api_key='opaque')", "Client(target='h', api_key='***')"),
+        ("('x-api-key', 'opaque')", "('x-api-key', '***')"),
+        ("x-api-key: opaque", "x-api-key: ***"),
         (
             "a\n-----BEGIN EC PRIVATE KEY-----\nMHcC\n-----END EC PRIVATE KEY-----\nb",
             "a\n-----BEGIN EC PRIVATE KEY-----***\nb",
@@ -43,6 +63,9 @@ def test_secrets_are_hidden(text: str, shown: str) -> None:
         "Redis refuses: it wants a password",
         "motet_k1_short and motet_worker_id",
         "a bearer of news",
+        "authorization: off; a basic idea of authorization, basic rights and tokens",
+        "written by hf_lora_convert.py; next_page_token=abc num_tokens=12 resume_token=xyz",
+        "the api key of x-api-key is an access key: see api_key and session token",
         "",
     ],
 )
