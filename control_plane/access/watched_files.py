@@ -43,6 +43,7 @@ class WatchedFiles(Generic[T]):
         self._lock = threading.Lock()  # a handshake looks at certificates in a thread of gRPC
         self._on_change: list[Callable[[T], None]] = []
         self._seen = self._stamp_or_none()
+        self._failure = ""  # of the latest attempt to open the files: the next look tries again
         self._value = self._read()
 
     @property
@@ -68,14 +69,21 @@ class WatchedFiles(Generic[T]):
         """Read the files if they changed since they were read last. Whether there is a new value. Never raises."""
         with self._lock:
             stamp = self._stamp_or_none()
-            if stamp == self._seen:
+            if stamp == self._seen and not self._failure:
                 return False
             # Before reading: a change while the files are read is found by the next look.
             self._seen = stamp
+            former_failure, self._failure = self._failure, ""
             try:
                 self._value = self._read()
             except (OSError, ValueError) as error:
                 reason = printable(str(error), 300)
+                # What kept the files from being opened, such as their mode or too many open files, may end without a
+                # change of them. Content that is not valid stays so until it changes.
+                if isinstance(error, OSError):
+                    self._failure = reason
+                if reason == former_failure:
+                    return False  # logged once
                 logger.warning(
                     "file not read again, the former content stays what=%s files=%s error=%s",
                     self.what,

@@ -72,6 +72,29 @@ def test_a_half_written_or_missing_file_keeps_the_former_content(
     assert files.refresh() and files.value == {"a": 3}
 
 
+def test_a_file_that_could_not_be_opened_is_read_once_it_can_be_although_it_did_not_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process without a free descriptor, for one, does not see that a key was revoked until it has one again."""
+    path = tmp_path / "numbers.json"
+    write(path, '{"a": 1}', 1)
+    files, reasons = watched(path), ["Too many open files", "Too many open files", "Input/output error"]
+    write(path, '{"a": 2}', 2)
+    with pytest.MonkeyPatch.context() as patched, caplog.at_level(logging.WARNING):
+
+        def refuse(*_arguments: object) -> int:
+            raise OSError(reasons.pop(0))
+
+        patched.setattr(os, "open", refuse)
+        assert not any(files.refresh() for _ in range(3)) and not reasons
+        assert [record.message.rpartition("error=")[2] for record in caplog.records] == [
+            "Too many open files",
+            "Input/output error",
+        ]
+    assert files.refresh() and files.value == {"a": 2}
+    assert not files.refresh()
+
+
 def test_a_file_that_cannot_be_used_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         watched(tmp_path / "none.json")
