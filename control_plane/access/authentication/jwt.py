@@ -34,7 +34,7 @@ MAX_CACHED = 4096  # verified tokens
 MAX_SUBJECT_CHARS = 255
 MAX_TENANTS = 100
 _TYPES = ("jwt", "at+jwt", "application/jwt", "application/at+jwt")  # others are no access tokens: logout+jwt, dpop+jwt
-_LATEST_S = 1e12  # an `exp` may be an integer that no float can hold
+_LATEST_S = 1e12  # an `exp` may be an integer, also a negative one, that no float can hold
 _ROLES = {role.value: role for role in Role}
 
 
@@ -166,7 +166,7 @@ class JsonWebTokens:
             roles,
             _tenants(claims.get(rules.tenant_claim), rules.tenant_claim, is_admin=Role.ADMIN in roles),
             adapters,
-            float(min(claims["exp"], _LATEST_S)) + LEEWAY_S,
+            float(max(min(claims["exp"], _LATEST_S), -_LATEST_S)) + LEEWAY_S,
         )
 
 

@@ -208,6 +208,21 @@ def test_bad_tokens_are_refused_and_not_repeated(name: str) -> None:
     assert message in refusal(text)
 
 
+@pytest.mark.parametrize("claim", ["exp", "nbf", "iat"])
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "Infinity", "1e400", '"NaN"', "[]", "{}", "true", '"1"'])
+def test_a_time_that_is_not_a_finite_number_is_refused(claim: str, value: str) -> None:
+    """Python's JSON reads NaN, which is neither before nor after any time."""
+    others = {name: time_s for name, time_s in CLAIMS.items() if name != claim}
+    text = json.dumps(others)[:-1] + f', "{claim}": {value}}}'
+    assert f"claim {claim!r}" in refusal(with_claims(text))
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "-1e308", "-0.0", "-" + "9" * 400])
+def test_a_time_before_all_others_is_long_ago(value: str) -> None:
+    assert "has expired" in refusal(with_claims(WHOLE.replace(str(NOW_S + 600), value)))
+    assert principal(with_claims(WHOLE[:-1] + f', "nbf": {value}}}')).name == "jwt:alice"
+
+
 def test_a_very_late_exp_is_a_late_exp() -> None:
     late = principal(with_claims(WHOLE.replace(str(NOW_S + 600), "9" * 400)))
     assert late.expires_s is not None and late.expires_s > 1e12
