@@ -17,6 +17,7 @@ from motet.responses.json_pieces import JsonPieces, MalformedError, State
 from motet.responses.templates import CallForm
 
 MAX_NAME_CHARS = 256
+_SPACE = " \t\n\r"  # what JSON has between its parts
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, by an escape: no text in UTF-8 has it
 
 
@@ -165,22 +166,14 @@ class JsonCallReader:
             if not isinstance(name, str):
                 raise MalformedError
             self._start(name, events)
-            if self._arguments is not None:
-                self._whole(self._arguments, events)
+            if self._arguments is not None and self._index is not None:
+                events.append(CallArguments(self._index, self._arguments))
         elif self._wanted == self._form.arguments_key:
+            text = _of_string(text) if text.startswith('"') else text
             if self._index is None:
                 self._arguments = text
             else:
-                self._whole(text, events)
-
-    def _whole(self, text: str, events: list[Event]) -> None:
-        """Arguments that are written as a string are the text in the string."""
-        assert self._index is not None
-        given = json.loads(text) if text.startswith('"') else text
-        # Half of a surrogate pair cannot be sent as UTF-8; within a text of the JSON its escape is the same.
-        given = given.encode("utf-8", "backslashreplace").decode()
-        if given:
-            events.append(CallArguments(self._index, given))
+                events.append(CallArguments(self._index, text))
 
     def _end_object(self, events: list[Event]) -> None:
         if self._index is None:
@@ -200,3 +193,22 @@ class JsonCallReader:
         assert self._index is not None
         events.append(CallEnd(self._index, is_complete=True))
         self._reset()
+
+
+def _of_string(text: str) -> str:
+    """The JSON text in a string that stands for a call's arguments. Raises MalformedError if it has another text.
+
+    An empty string stands for no arguments.
+    """
+    # Half of a surrogate pair cannot be sent as UTF-8; within a text of the JSON its escape is the same.
+    given = str(json.loads(text)).encode("utf-8", "backslashreplace").decode()
+    value = given.strip(_SPACE)
+    if not value:
+        return "{}"
+    pieces, index = JsonPieces(), 0
+    while index < len(value):
+        if pieces.state is State.DONE:
+            raise MalformedError  # something follows the value
+        index = pieces.advance(value, index)
+    pieces.finish()
+    return given

@@ -31,7 +31,10 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """Further text of a call's arguments. Joined, they are a JSON text if the call is complete."""
+    """Further text of a call's arguments. Joined, they are one JSON value if the call is complete.
+
+    The parser knows no schemas of tools and takes any value; a model that follows its tools writes an object.
+    """
 
     index: int
     text: str

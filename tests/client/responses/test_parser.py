@@ -52,6 +52,11 @@ MALFORMED = [
     ("hermes", '<tool_call>[{"name": "f"}]</tool_call>', '<tool_call>[{"name": "f"}]</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "name": "g"}</tool_call>', None),
     ("hermes", '<tool_call>{"name": "f", "arguments": 01}</tool_call>', None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "no JSON"}</tool_call>', ', "arguments": "no JSON"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1} {}"}</tool_call>', None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "[1"}</tool_call>', None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "NaN"}</tool_call>', None),
+    ("hermes", '<tool_call>{"arguments": "{a: 1}", "name": "f"}</tool_call>', None),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, 7]', ", 7]"),
     ("llama3", "Hello {you}<|eot_id|>", "Hello {you}"),
     ("llama3", '{"foo": [1]} and more', '{"foo": [1]} and more'),
@@ -145,6 +150,7 @@ def test_every_cut_of_a_malformed_call_comes_out_as_content(name: str, text: str
                 '"arguments": {"a": ',
                 "1",
                 '"x"',
+                '"arguments": "',
                 "}}",
                 "}",
                 "[",
@@ -176,7 +182,11 @@ def test_every_cut_of_a_malformed_call_comes_out_as_content(name: str, text: str
 def test_random_completions_are_read_alike_however_they_are_cut(name: str, text: str, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
-    assert summary(read(name, pieces)) == summary(read(name, [text])) == summary(read(name, list(text)))
+    found = summary(read(name, pieces))
+    assert found == summary(read(name, [text])) == summary(read(name, list(text)))
+    for _, _, arguments, is_complete in found["calls"]:
+        if is_complete:
+            json.loads(arguments)
 
 
 def test_arguments_come_as_they_are_generated() -> None:
@@ -214,6 +224,15 @@ def test_halves_of_surrogate_pairs_can_be_sent_on(name: str, text: str, calls: l
         found = summary(events)
         assert [(call[1], json.loads(call[2])) for call in found["calls"]] == calls
         assert found["content"] == ("" if calls else text)
+
+
+@pytest.mark.parametrize(("written", "value"), [('""', {}), ('" "', {}), ('" 1e3 "', 1000.0), ('"null"', None)])
+def test_arguments_in_a_string_are_the_json_in_it(written: str, value: object) -> None:
+    for text in (f'{{"name": "f", "arguments": {written}}}', f'{{"arguments": {written}, "name": "f"}}'):
+        for pieces in cuts(f"<tool_call>{text}</tool_call>"):
+            found = summary(read("hermes", pieces))
+            assert [(call[1], json.loads(call[2]), call[3]) for call in found["calls"]] == [("f", value, True)]
+            assert not found["content"]
 
 
 def test_pythonic_calls_are_read_as_python_reads_them() -> None:
