@@ -54,6 +54,7 @@ def _try_all(work_dir: Path, load_s: float) -> int:
     with System(model, work_dir / "system", control_flags=flags) as system:
         worker_flags = ["--device", "cpu", "--threads", "1", "--worker-metrics-listen", f"127.0.0.1:{ports[1]}"]
         worker_flags += ["--num-slots", str(_NUM_ADAPTERS - 1)]  # so that adapters are loaded again and again
+        worker_flags += ["--pinned-bytes", "64MiB"]
         system.start_worker("w0", worker_flags)
         with _prometheus(work_dir, ports[2], ports[:2]) as url, Client(system.address) as client:
             for number in range(_NUM_ADAPTERS):

@@ -59,6 +59,12 @@ def quantiles(metric: str) -> tuple[Query, ...]:
     )
 
 
+def slowest(metric: str, by: str) -> tuple[Query, ...]:
+    """The 99th percentile of a histogram, by a label."""
+    inner = f"sum by (le, {by}) (rate({metric}_bucket[{RATE}]))"
+    return (Query(f"histogram_quantile(0.99, {inner})", f"p99, {{{{{by}}}}}"),)
+
+
 def rate(metric: str, by: str = "", legend: str = "") -> Query:
     """Events per second, by a label."""
     inner = f"rate({metric}[{RATE}])"
@@ -120,6 +126,12 @@ SERVING = Dashboard(
         ),
         Panel("Round trip to a worker", "s", (total("motet_worker_round_trip_seconds", "worker"),)),
         Panel(
+            "Round trip of the plan stream",
+            "s",
+            quantiles("motet_plan_stream_round_trip_seconds"),
+            "Pings to all workers.",
+        ),
+        Panel(
             "Generated tokens per second by tenant", "short", (rate("motet_tenant_generated_tokens_total", "tenant"),)
         ),
     ),
@@ -130,8 +142,31 @@ ADAPTERS = Dashboard(
     "Motet: adapters",
     (
         Panel("Wait for an adapter", "s", quantiles("motet_adapter_wait_seconds"), "Requests with an adapter."),
+        Panel(
+            "Requests with an adapter, per second",
+            "short",
+            (
+                rate("motet_slot_hits_total", legend="the adapter was in a slot"),
+                rate("motet_slot_misses_total", legend="waited for its load"),
+            ),
+        ),
+        Panel(
+            "Load into a slot, by source",
+            "s",
+            slowest("motet_slot_load_seconds", "source"),
+            "As workers report it; the source is where the weights were when the load began.",
+        ),
+        Panel("Bytes loaded into slots, per second", "Bps", (rate("motet_slot_load_bytes_total", "source"),)),
         Panel("Load into the arena", "s", quantiles("motet_adapter_load_seconds"), "Of the workers that are scraped."),
         Panel("Loads per second", "short", (rate("motet_adapter_load_seconds_count", "outcome"),)),
+        Panel(
+            "Slots, per second",
+            "short",
+            (
+                rate("motet_slot_evictions_total", legend="evictions"),
+                rate("motet_slot_load_failures_total", legend="failed loads"),
+            ),
+        ),
         Panel("Adapters in arenas", "short", (total("motet_adapters_loaded", "worker"),)),
         Panel("Memory of arenas", "bytes", (total("motet_arena_bytes", "state"),)),
         Panel(
@@ -141,9 +176,29 @@ ADAPTERS = Dashboard(
                 rate("motet_host_cache_hits_total", legend="hits per second"),
                 rate("motet_host_cache_misses_total", legend="misses per second, read from the store"),
                 rate("motet_host_cache_corrupt_total", legend="damaged parts per second"),
+                rate("motet_host_cache_evictions_total", legend="evictions per second"),
             ),
         ),
-        Panel("Memory of the host cache", "bytes", (total("motet_host_cache_bytes", "state"),)),
+        Panel(
+            "Memory of the host cache",
+            "bytes",
+            (total("motet_host_cache_bytes", "state"), total("motet_host_cache_pinned_bytes", legend="pinned")),
+        ),
+        Panel(
+            "Bytes of weights read, per second",
+            "Bps",
+            (rate("motet_weights_read_bytes_total", "source"),),
+            "By the control plane.",
+        ),
+        Panel("Calls to Redis", "s", slowest("motet_redis_call_seconds", "outcome")),
+        Panel("Calls to the artifact store", "s", slowest("motet_store_call_seconds", "kind")),
+        Panel(
+            "Loads from pinned memory, per second",
+            "short",
+            (rate("motet_pinned_loads_total", "outcome"),),
+            "Of the workers that are scraped and have --pinned-bytes.",
+        ),
+        Panel("Pinned memory in use", "bytes", (total("motet_pinned_used_bytes", legend="used"),)),
         Panel(
             "Adapters",
             "short",

@@ -31,6 +31,15 @@ def test_every_metric_is_documented() -> None:
     assert used <= set(METRIC.findall(DOCUMENT))
 
 
+@pytest.mark.parametrize("prefix", ["slot", "host_cache", "weights", "redis", "store_call", "plan_stream", "pinned"])
+def test_the_way_of_an_adapters_weights_is_shown(prefix: str) -> None:
+    """Whether the host cache responds is an alert."""
+    shown = " ".join(query.expression for each in DASHBOARDS for panel in each.panels for query in panel.queries)
+    documented = {name for name in METRIC.findall(DOCUMENT) if name.startswith(f"motet_{prefix}_")}
+    assert documented
+    assert documented - {"motet_host_cache_available"} <= {OF_HISTOGRAM.sub("", name) for name in METRIC.findall(shown)}
+
+
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 def test_an_alert_names_a_symptom_of_the_document_and_examples_of_its_own_metrics(alert: Alert) -> None:
     assert f"| {alert.symptom} |" in DOCUMENT
