@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from contract.v1.sampling import SamplingValues
 from control_plane.caller import THE_SERVER, Caller
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """How a generation was to choose its tokens and to end, with every value in effect."""
+
+    sampling: SamplingValues
+    max_tokens: int  # of each completion
+    num_completions: int  # that the client gets
+    stop: Sequence[str] = ()  # strings that end a completion; the client's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,7 @@ class EndedRequest:
     digests: Sequence[str] = ()  # of the versions, as `adapters`
     workers: Sequence[str] = ()  # ids of those that computed it, in order
     caller: Caller = THE_SERVER
+    settings: RequestSettings | None = None  # None: it generates no tokens
 
 
 class Observer(Protocol):

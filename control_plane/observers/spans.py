@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 from motet import __version__
 
 from control_plane.audit import actions
-from control_plane.observers.ended_request import EndedRequest
+from control_plane.observers.ended_request import EndedRequest, RequestSettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
+Attributes = dict[str, str | int | float | list[str]]
+
 _OPERATIONS = {actions.GENERATE: "text_completion", actions.EMBED: "embeddings", actions.CLASSIFY: "classify"}
 _NANOSECONDS = 1_000_000_000
+_MAX_INT = 2**63 - 1  # of an attribute: the exporter logs an error for each span with a larger one
 
 
 class TracingNotInstalled(ValueError):
@@ -105,8 +108,8 @@ def _phases(request: EndedRequest) -> list[tuple[str, float, float]]:
     return [*phases, ("prefill", request.queue_s, first_s), ("decode", first_s, max(request.total_s, first_s))]
 
 
-def _attributes(request: EndedRequest, operation: str, model: str) -> dict[str, str | int | float | list[str]]:
-    found: dict[str, str | int | float | list[str]] = {
+def _attributes(request: EndedRequest, operation: str, model: str) -> Attributes:
+    found: Attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "motet",
         "gen_ai.request.model": model or "_base",
@@ -114,6 +117,7 @@ def _attributes(request: EndedRequest, operation: str, model: str) -> dict[str, 
         "gen_ai.usage.input_tokens": request.num_prompt_tokens,
         "gen_ai.usage.output_tokens": request.num_generated_tokens,
         "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
+        **({} if request.settings is None else _requested(request.settings)),
         "motet.tenant": request.tenant,
         "motet.workers": list(request.workers),
         "motet.adapter.digests": list(request.digests),
@@ -122,6 +126,27 @@ def _attributes(request: EndedRequest, operation: str, model: str) -> dict[str, 
         found["gen_ai.response.finish_reasons"] = list(request.reasons)
     if request.first_token_s is not None:
         found["gen_ai.response.time_to_first_chunk"] = request.first_token_s
+    return found
+
+
+def _requested(settings: RequestSettings) -> Attributes:
+    """What the request set, or the server for it. What changes nothing is left out, as the conventions have it."""
+    sampling = settings.sampling
+    found: Attributes = {
+        "gen_ai.request.max_tokens": settings.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+    }
+    if sampling.top_k:
+        found["gen_ai.request.top_k"] = sampling.top_k
+    if sampling.seed <= _MAX_INT:
+        found["gen_ai.request.seed"] = sampling.seed
+    if settings.num_completions > 1:
+        found["gen_ai.request.choice.count"] = settings.num_completions
+    if settings.stop:
+        found["gen_ai.request.stop_sequences"] = list(settings.stop)
     return found
 
 

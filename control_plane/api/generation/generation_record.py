@@ -21,7 +21,7 @@ from control_plane.audit.audit_log import AuditLog, reason_of
 from control_plane.caller import Caller
 from control_plane.errors import DeadlineExceeded
 from control_plane.fleet.requests.streams import JobStream, Place
-from control_plane.observers.ended_request import EndedRequest, Observer
+from control_plane.observers.ended_request import EndedRequest, Observer, RequestSettings
 from control_plane.scheduler.types import Request
 
 
@@ -93,6 +93,9 @@ class GenerationRecord:
                 action=actions.GENERATE,
                 workers=[] if facts is None else [place.worker_id for place in facts.places],
                 caller=self._caller,
+                settings=RequestSettings(
+                    request.sampling, request.max_tokens, self._checked.decoding.n, self._checked.stop
+                ),
             )
         )
 

@@ -35,6 +35,7 @@ from control_plane.fleet.requests.active_adapters import AdapterLoad
 from control_plane.fleet.requests.quotas import TenantUse
 from control_plane.fleet.requests.streams import JobEvent, JobStream, RunFacts
 from control_plane.fleet.tenants import TenantLimits
+from control_plane.observers.ended_request import Observer, Observers
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
 from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId
@@ -172,6 +173,7 @@ class Api:
         max_model_len: int | None = 64,
         registry: Registry | None = None,
         audit: AuditLog | None = None,
+        observers: Observer | None = None,
     ) -> None:
         """`registry` serves instead of the fake one."""
         self.audit = audit or AuditLog()
@@ -208,6 +210,7 @@ class Api:
             wall_clock=lambda: self.wall_s,
             draw_seed=lambda: 1234,
             audit=self.audit,
+            observers=observers or Observers(),
         )
         self.adapters = adapters.AdapterService(
             registry=served_registry,

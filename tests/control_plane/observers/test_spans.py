@@ -18,9 +18,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
+from contract.v1.sampling import SamplingValues
 from control_plane.caller import Caller
 from control_plane.config import ConfigError
-from control_plane.observers.ended_request import EndedRequest
+from control_plane.observers.ended_request import EndedRequest, RequestSettings
 from control_plane.observers.spans import RequestSpans
 from control_plane.setup.metrics import open_tracing
 
@@ -39,6 +40,12 @@ def spans_of(request: EndedRequest) -> dict[str, ReadableSpan]:
     spans.ended(request)
     spans.close()
     return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def requested(settings: RequestSettings) -> dict[str, Any]:
+    """The attributes of a request with these settings that say what it wanted."""
+    span = spans_of(replace(REQUEST, settings=settings))["text_completion legal"]
+    return {name: value for name, value in attributes_of(span).items() if name.startswith("gen_ai.request.")}
 
 
 def times(span: ReadableSpan) -> tuple[float, float]:
@@ -74,6 +81,35 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     assert {name for name in attributes if name.startswith("gen_ai.")} <= known
     assert attributes["gen_ai.request.model"] == "legal" and attributes["gen_ai.usage.output_tokens"] == 5
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+
+
+def test_the_settings_of_a_request_have_the_names_of_the_conventions() -> None:
+    sampling = SamplingValues(temperature=0.5, top_k=40, top_p=0.75, seed=7, frequency_penalty=1.0)
+    attributes = requested(RequestSettings(sampling, 32, 2, ("###", "\n\n")))
+    assert attributes == {
+        gen_ai_attributes.GEN_AI_REQUEST_MODEL: "legal",
+        gen_ai_attributes.GEN_AI_REQUEST_MAX_TOKENS: 32,
+        gen_ai_attributes.GEN_AI_REQUEST_TEMPERATURE: 0.5,
+        gen_ai_attributes.GEN_AI_REQUEST_TOP_K: 40,
+        gen_ai_attributes.GEN_AI_REQUEST_TOP_P: 0.75,
+        gen_ai_attributes.GEN_AI_REQUEST_SEED: 7,
+        gen_ai_attributes.GEN_AI_REQUEST_FREQUENCY_PENALTY: 1.0,
+        gen_ai_attributes.GEN_AI_REQUEST_PRESENCE_PENALTY: 0.0,
+        gen_ai_attributes.GEN_AI_REQUEST_CHOICE_COUNT: 2,
+        gen_ai_attributes.GEN_AI_REQUEST_STOP_SEQUENCES: ("###", "\n\n"),
+    }
+
+
+def test_settings_that_say_nothing_are_left_out() -> None:
+    names = requested(RequestSettings(SamplingValues(), 32, 1))
+    absent = ("top_k", "choice.count", "stop_sequences")
+    assert not names.keys() & {f"gen_ai.request.{name}" for name in absent}
+
+
+def test_a_seed_that_no_attribute_can_hold_is_left_out() -> None:
+    largest, over = (requested(RequestSettings(SamplingValues(seed=seed), 32, 1)) for seed in (2**63 - 1, 2**63))
+    assert largest["gen_ai.request.seed"] == 2**63 - 1
+    assert "gen_ai.request.seed" not in over and over["gen_ai.request.max_tokens"] == 32
 
 
 def test_an_error_is_named() -> None:

@@ -22,6 +22,7 @@ from control_plane.api.text.codec import TextCodec
 from control_plane.audit.audit_log import AuditLog
 from control_plane.errors import QuotaExceeded, Unauthenticated, WorkerLost
 from control_plane.fleet.requests.streams import Place, RunFacts
+from control_plane.observers.ended_request import EndedRequest
 from control_plane.scheduler.types import FinishReason, Request, SlotRef
 from tests.control_plane.api.conftest import TEMPLATE
 from tests.control_plane.api.fake_adapters import DIGEST
@@ -208,3 +209,35 @@ async def test_no_line_has_what_a_client_presents_as_its_credential(tmp_path: Pa
         ("", "none", "UNAUTHENTICATED"),
     ]
     assert b"secret" not in audited.sink.data and b"motet_ops" not in audited.sink.data
+
+
+class Ended:
+    """An observer that keeps the requests that ended."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        self.requests: list[EndedRequest] = []
+
+    def ended(self, request: EndedRequest) -> None:
+        self.requests.append(request)
+
+    def refused(self, _reason: str) -> None:
+        pass
+
+
+async def test_observers_learn_which_settings_were_in_effect(tmp_path: Path) -> None:
+    ended = Ended()
+    codec = TextCodec(TOKENIZER, ChatRenderer(TEMPLATE, {}))
+    api = Api(tmp_path, codec, observers=ended)
+    async with api.running():
+        script(api, *(job_event(ids_of("he"), FinishReason.LENGTH, index=index) for index in range(2)))
+        sampling = types_pb2.SamplingParams(temperature=0.5, top_k=4)
+        stopping = types_pb2.StoppingParams(max_tokens=3, stop=["###"])
+        await generate(api, request(sampling=sampling, stopping=stopping, decoding=types_pb2.DecodingParams(n=2)))
+    await codec.close()
+    (found,) = [each.settings for each in ended.requests]
+    assert found is not None
+    assert (found.max_tokens, found.num_completions, list(found.stop)) == (3, 2, ["###"])
+    values = found.sampling
+    assert (values.temperature, values.top_k, values.top_p, values.seed) == (0.5, 4, 1.0, 1234)
