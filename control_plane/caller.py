@@ -26,6 +26,7 @@ class Caller:
     principal: Principal = ANYBODY  # who was authenticated, and what the credential allows
     peer: str = ""  # gRPC's name for the other end of the connection; empty: there is no connection
     traceparent: str = ""  # the trace that the call belongs to, in W3C's form; empty: the client named none
+    tracestate: str = ""  # what tracing systems of the client pass along with `traceparent`; empty: nothing
 
     @property
     def host(self) -> str:

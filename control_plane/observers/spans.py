@@ -15,6 +15,7 @@ from motet import __version__
 
 from control_plane.audit import actions
 from control_plane.observers.ended_request import EndedRequest, RequestSettings
+from control_plane.observers.trace_context import TRACEPARENT_KEY, TRACESTATE_KEY
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -70,9 +71,10 @@ class RequestSpans:
         begin = end - _nanoseconds(request.total_s)
         operation = _OPERATIONS.get(request.action, request.action)
         model = ",".join(request.adapters)
+        carrier = {TRACEPARENT_KEY: request.caller.traceparent, TRACESTATE_KEY: request.caller.tracestate}
         span = self._tracer.start_span(
             f"{operation} {model}".rstrip(),
-            self._propagator.extract({"traceparent": request.caller.traceparent}),
+            self._propagator.extract(carrier),
             SpanKind.SERVER,
             attributes=_attributes(request, operation, model),
             start_time=begin,

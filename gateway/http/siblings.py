@@ -41,7 +41,8 @@ class Call(msgspec.Struct, array_like=True):
 
     action: str
     key: str  # that the caller sent
-    trace: str  # that the request belongs to; may be empty
+    traceparent: str  # of the trace that the request belongs to; may be empty
+    tracestate: str  # may be empty
     body: bytes
 
 

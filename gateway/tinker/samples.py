@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from motet import MotetError, ResourceExhausted
-from motet.connection.trace import TRACEPARENT
+from motet.connection.trace import TRACEPARENT, TRACESTATE
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -69,7 +69,8 @@ class Samples:
             body = await self._bodies.read(request)
             if (home := self._home_of(body)) is None:
                 return await self._handlers[action](body)
-            result = await self._siblings.hand_over(home, Call(action, current_key(), TRACEPARENT.get(), body))
+            call = Call(action, current_key(), TRACEPARENT.get(), TRACESTATE.get(), body)
+            result = await self._siblings.hand_over(home, call)
             return Response(result.body, status_code=result.status, headers=result.headers)
 
         return handle
@@ -77,7 +78,8 @@ class Samples:
     async def serve(self, call: Call) -> Result:
         """A request that another process hands over."""
         set_key(call.key)
-        TRACEPARENT.set(call.trace)
+        TRACEPARENT.set(call.traceparent)
+        TRACESTATE.set(call.tracestate)
         try:
             response = await self._handlers[call.action](call.body)
         except (Refusal, MotetError) as error:

@@ -14,7 +14,12 @@ from control_plane.access.tenant_names import TENANT_FORM, is_tenant
 from control_plane.caller import Caller
 from control_plane.checks import quoted, refuse
 from control_plane.errors import InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
-from control_plane.observers.trace_context import TRACEPARENT_KEY, valid_traceparent
+from control_plane.observers.trace_context import (
+    TRACEPARENT_KEY,
+    TRACESTATE_KEY,
+    valid_traceparent,
+    valid_tracestate,
+)
 
 TENANT_KEY = "motet-tenant"  # metadata
 AUTHORIZATION_KEY = "authorization"  # metadata
@@ -39,7 +44,8 @@ class Callers:
         caller = self._identified(method, metadata, context)
         for name, value in metadata:
             if name == TRACEPARENT_KEY and isinstance(value, str) and (traceparent := valid_traceparent(value)):
-                return replace(caller, traceparent=traceparent)
+                states = [state for key, state in metadata if key == TRACESTATE_KEY and isinstance(state, str)]
+                return replace(caller, traceparent=traceparent, tracestate=valid_tracestate(states))
         return caller
 
     def _identified(self, method: str, metadata: Any, context: Context) -> Caller:

@@ -10,7 +10,7 @@ import pytest
 from control_plane.caller import Caller, acting_as, log_context
 from control_plane.observers.ended_request import EndedRequest, Observers
 from control_plane.observers.request_log import RequestLog
-from control_plane.observers.trace_context import trace_id_of, valid_traceparent
+from control_plane.observers.trace_context import trace_id_of, valid_traceparent, valid_tracestate
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -76,6 +76,39 @@ def test_a_traceparent_of_another_form_is_ignored(text: str) -> None:
 def test_a_later_version_may_have_more_parts() -> None:
     text = f"01-{TRACE}-b7ad6b7169203331-01-more"
     assert valid_traceparent(text) == text and trace_id_of(text) == TRACE
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((), ""),
+        (("congo=t61rcWkgMzE,rojo=00f067aa0ba902b7",), "congo=t61rcWkgMzE,rojo=00f067aa0ba902b7"),
+        (("a=1 ,\t b=2", "c@d=3"), "a=1,b=2,c@d=3"),  # several of them are one list; spaces around members are none
+        (("a=1,,b=2",), "a=1,b=2"),
+        (("a=" + "x" * 256,), "a=" + "x" * 256),
+    ],
+)
+def test_a_tracestate_is_one_list(values: tuple[str, ...], expected: str) -> None:
+    assert valid_tracestate(values) == expected
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ("x",),
+        ("a=1,A=2",),
+        ("a=1,b=",),
+        ("a=1,a=2",),  # a key may be there once
+        ("a=1", "b=2=3"),
+        ("a=1\nforged=2",),
+        ("a=é",),
+        ("a=" + "x" * 257,),
+        ("a=" + "x" * 250, "b=" + "x" * 250, "c=" + "x" * 10),
+        (",".join(f"k{number}=1" for number in range(33)),),
+    ],
+)
+def test_a_tracestate_of_another_form_is_ignored(values: tuple[str, ...]) -> None:
+    assert valid_tracestate(values) == ""
 
 
 def test_records_of_a_call_have_the_id_of_its_trace() -> None:

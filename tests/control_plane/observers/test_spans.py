@@ -75,6 +75,14 @@ def test_a_request_is_a_span_of_the_server_in_the_trace_of_its_client() -> None:
         assert child is span or (child.parent is not None and child.parent.span_id == span.context.span_id)
 
 
+def test_what_the_clients_tracing_systems_pass_along_is_on_every_span() -> None:
+    caller = Caller(traceparent=PARENT, tracestate="congo=t61rcWkgMzE,rojo=1")
+    spans = spans_of(replace(REQUEST, caller=caller))
+    assert len(spans) == 5
+    for span in spans.values():
+        assert span.context is not None and span.context.trace_state.to_header() == "congo=t61rcWkgMzE,rojo=1"
+
+
 def test_attributes_have_the_names_of_the_conventions() -> None:
     attributes = attributes_of(spans_of(REQUEST)["text_completion legal"])
     known = {getattr(gen_ai_attributes, name) for name in dir(gen_ai_attributes) if name.startswith("GEN_AI_")}

@@ -197,6 +197,26 @@ def test_the_principal_determines_the_tenant() -> None:
         caller(authorization="Bearer infer", motet_tenant="other")
 
 
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"tracestate": "a=1,b=2", "traceparent": PARENT}, (PARENT, "a=1,b=2")),
+        ({"traceparent": PARENT}, (PARENT, "")),
+        ({"traceparent": PARENT, "tracestate": "no list"}, (PARENT, "")),
+        ({"traceparent": "wrong", "tracestate": "a=1"}, ("", "")),
+        ({"tracestate": "a=1"}, ("", "")),
+    ],
+)
+def test_a_call_belongs_to_the_trace_that_its_metadata_names(
+    metadata: dict[str, str], expected: tuple[str, str]
+) -> None:
+    found = caller(authorization="Bearer infer", **metadata)
+    assert (found.traceparent, found.tracestate) == expected
+
+
 def test_calls_without_the_role_are_refused() -> None:
     with pytest.raises(PermissionDenied, match=r"Generate needs the role 'infer'"):
         caller(authorization="Bearer nothing")
