@@ -125,7 +125,9 @@ def _no_constant(name: str) -> Any:
 
 def shorten(name: str, limit: int = 120) -> str:
     """A name from outside, safe to put into a message."""
-    clean = "".join(character if character.isprintable() else "?" for character in name[:limit])
+    clean = name[:limit]
+    if not clean.isprintable():
+        clean = "".join(character if character.isprintable() else "?" for character in clean)
     return clean if len(name) <= limit else clean + "..."
 
 
