@@ -101,9 +101,11 @@ class PagedTensor:
                 check()
                 used = slice(tile * self.columns, min((tile + tiles_at_once) * self.columns, width))
                 block = self._block(source, entry, matrix, ranks, used)
-                for index, row in enumerate(_in_pages(block, self.columns)):
+                pages = _in_pages(block, self.columns)
+                # Rows of pages that are whole follow each other in the file: they are one write.
+                for index, part in enumerate([pages] if pages.shape[1] == tiles else pages):
                     out.seek(start + ((group + index) * tiles + tile) * self.page_bytes)
-                    out.write(np.ascontiguousarray(row).data)
+                    out.write(np.ascontiguousarray(part).data)
 
     def _block(
         self, source: TensorSource, entry: TensorEntry, matrix: PagedMatrix, ranks: slice, columns: slice
