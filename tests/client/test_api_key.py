@@ -135,6 +135,17 @@ def test_the_command_takes_the_key_from_a_file_or_the_environment(
     assert keys == ["Bearer of-file-variable", "Bearer of-variable", "Bearer of-flag", "Bearer of-flag"]
 
 
+@pytest.mark.parametrize("key", ["motet_k3v9q2m7xa_" + "aB3" * 14 + "x", "eyJhbGciOiJFUzI1NiJ9.eyJzdWIiOiJhIn0.c2ln"])
+@pytest.mark.parametrize("flag", ["--api-key-file", "--api-key"])
+def test_a_key_in_place_of_its_file_is_not_repeated(
+    server: ScriptedServer, capsys: Capture, flag: str, key: str
+) -> None:
+    assert motet(server, flag, key, "status") == 3
+    error = capsys.readouterr().err
+    assert key not in error and "--api-key-file: is a key or a token, and the name of a file is expected" in error
+    assert "replace it" in error and sent(server) == []
+
+
 def test_a_key_file_that_cannot_be_used_is_named(server: ScriptedServer, capsys: Capture, tmp_path: Path) -> None:
     empty, binary = tmp_path / "empty", tmp_path / "binary"
     empty.touch()

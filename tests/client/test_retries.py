@@ -199,6 +199,8 @@ def test_addresses_that_grpc_can_dial_are_taken_as_they_are(target: str) -> None
         ("host:99999", "'host:99999' has the port '99999'; a port is a number from 1 to 65535"),
         ("host:http", "'host:http' has the port 'http'; a port is a number from 1 to 65535"),
         ("http://h:50051", "'http://h:50051' is a URL; give HOST:PORT without http://, such as h:50051"),
+        ("http://me:pw@h:1", "'http://***@h:1' has a user or a password; give HOST:PORT alone"),
+        ("me:p@w@h:1", "'***@h:1' has a user or a password; give HOST:PORT alone"),
         ("grpc://h:1/x", "'grpc://h:1/x' is a URL; give HOST:PORT without grpc://, such as h:1"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +19,8 @@ from motet.retries import RetryPolicy
 DEFAULT_SERVER = "127.0.0.1:50051"
 MAX_SECONDS = 1e6  # some eleven days
 CONNECT_TIMEOUT_S = 2.0
+# A key of Motet, or a JSON Web Token: given in place of the name of a file.
+_KEY = re.compile(r"motet_[0-9A-Za-z-]{1,64}_[0-9A-Za-z]{43}|eyJ[\w-]+\.[\w-]+\.[\w-]*")
 
 _TLS_FLAGS = (
     ("--tls-ca", "FILE", "authorities that sign the server's certificate, PEM; turns TLS on"),
@@ -96,6 +99,12 @@ def _api_key(arguments: argparse.Namespace) -> ApiKey | None:
 
 def read_key(file: str) -> str:
     """The key in a file, which may be replaced at any time. Raises InvalidArgument."""
+    if _KEY.fullmatch(file):
+        description = (
+            "is a key or a token, and the name of a file is expected; other users of this machine may have seen it in "
+            "the list of processes: replace it, and give the new one in a file or in MOTET_API_KEY"
+        )
+        raise invalid_field("--api-key-file", description)
     try:
         with Path(file).open(encoding="utf-8") as opened:
             key = opened.read(2 * MAX_KEY_CHARS).strip()

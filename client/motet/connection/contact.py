@@ -19,6 +19,7 @@ _UNSENT = ("failed to connect to all addresses", *_UNRESOLVED)
 _LAST_ERROR = re.compile(r".*last error: [A-Z_]+: (?:\S+: )?(?:Failed to connect to remote host: )?(.*)", re.DOTALL)
 # Address forms of gRPC that are no HOST:PORT.
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:", "passthrough:")
+_USER = re.compile(r"(\w+://)?.*@", re.DOTALL)  # in front of the host of a URL; may hold a password
 _MAX_PORT = 65535
 _DRAINING = "DRAINING"  # reason of a server that shuts down: it takes nothing more
 
@@ -27,6 +28,9 @@ def check_target(target: str) -> str:
     """`target`, if it is an address that gRPC can dial. Raises InvalidArgument."""
     if target.startswith(_SCHEMES):
         return target
+    if "@" in target:
+        shown = _USER.sub(r"\1***@", target)
+        raise invalid_field("target", f"{shown!r} has a user or a password; give HOST:PORT alone")
     scheme, separator, rest = target.partition("://")
     if separator:
         example = rest.partition("/")[0] or "127.0.0.1:50051"
