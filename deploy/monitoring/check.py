@@ -33,6 +33,7 @@ from tests.makers import make_adapter, make_checkpoint
 
 _INTERVAL_S = 1  # between two scrapes
 _NUM_ADAPTERS = 3
+_STORE_CALLS_S = 4  # before the queries; those look at the latest 10 scrapes
 
 
 def main() -> int:
@@ -57,17 +58,20 @@ def _try_all(work_dir: Path, load_s: float) -> int:
         worker_flags += ["--pinned-bytes", "64MiB"]
         system.start_worker("w0", worker_flags)
         with _prometheus(work_dir, ports[2], ports[:2]) as url, Client(system.address) as client:
-            for number in range(_NUM_ADAPTERS):
-                directory = make_adapter(
-                    work_dir / f"a{number}", model, rank=4, alpha=8, targets=["q_proj"], seed=number
-                )
+            *first, last = [
+                make_adapter(work_dir / f"a{number}", model, rank=4, alpha=8, targets=["q_proj"], seed=number)
+                for number in range(_NUM_ADAPTERS + 1)
+            ]
+            for number, directory in enumerate(first):
                 client.adapters.register(f"a{number}", directory)
             ended = threading.Event()
             load = [threading.Thread(target=_load, args=(client, ended, seed)) for seed in range(4)]
             for thread in load:
                 thread.start()
             try:
-                ended.wait(load_s)
+                ended.wait(max(load_s - _STORE_CALLS_S, 0.0))
+                client.adapters.register("late", last)  # loads find the others in the host cache, and call no store
+                ended.wait(_STORE_CALLS_S)
                 return _try_queries(url)
             finally:
                 ended.set()
