@@ -16,6 +16,7 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
 from kernels import native
+from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
 from tests.data_plane.engine.test_oracle import worker_config
@@ -29,19 +30,6 @@ ADAPTERS = {"shrink_kernel": 4, "expand_kernel": 4}
 PRODUCTS = 4 * NUM_LAYERS + 1
 # The first norm, the list of decode's programs, and the choice of tokens in two launches.
 STEP = {"rms_norm_kernel": 1, "list_kernel": 1, "best_kernel": 1, "pick_kernel": 1}
-TRITON_BRANCHES = [
-    f"{module}.runs_triton"
-    for module in (
-        "kernels.rms_norm",
-        "kernels.rope",
-        "kernels.store_kv",
-        "kernels.paged_attention",
-        "kernels.gated_activation",
-        "kernels.lora.ops",
-        "kernels.sampling",
-        "data_plane.adapters.step.adapter_steps",
-    )
-]
 ROWS, PROMPT = 6, [5, 9, 200, 31, 77]
 
 

@@ -168,8 +168,9 @@ class StepGraphs:
         logits, completion_index = graph.outputs
         return logits[:count], completion_index[:count], row_ids
 
+    @torch.inference_mode()
     def _record(self, key: GraphKey) -> None:
-        """Without a row: nothing is written while the graph is recorded."""
+        """As a step runs, and without a row: nothing is written while the graph is recorded."""
         self._row_ids.fill_(-1)
         self._token_slots.fill_(-1)
         self._rows_there, self._slots_there = None, b""
