@@ -30,6 +30,7 @@ ALL_THE_SAME: list[Test] = [
     test_delta_size.test_larger_deltas_make_the_same_stream,
     test_mutual_tls.test_no_stream_fails_while_every_certificate_is_rotated,
     test_mutual_tls.test_a_denied_client_is_refused_at_once,
+    test_mutual_tls.test_a_denied_clients_running_stream_ends_and_another_goes_on_through_half_written_files,
 ]
 
 

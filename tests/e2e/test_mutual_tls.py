@@ -233,6 +233,35 @@ async def test_a_denied_client_is_refused_at_once(tmp_path: Path) -> None:
                 await plain.status()
 
 
+async def test_a_denied_clients_running_stream_ends_and_another_goes_on_through_half_written_files(
+    tmp_path: Path,
+) -> None:
+    files = Files(tmp_path)
+    CA.issue("spiffe://lab.example/user/bob").write(tmp_path, "bob")
+    options: Any = {"max_tokens": 150, "ignore_eos": True, "seed": 3}
+    async with (
+        running(files) as (clients, workers, process),
+        hash_worker(tmp_path, workers, "--worker-id", "gpu-1", "--step-time-ms", "30", *files.worker_flags("gpu-1")),
+        files.client(clients, retry=RetryPolicy(max_attempts=1)) as alice,
+        files.client(clients, "bob", retry=RetryPolicy(max_attempts=1)) as bob,
+    ):
+        async with alice.generate("hello", **options) as refused, bob.generate("hello", **options) as kept:
+            assert (await anext(aiter(refused))).token_ids and (await anext(aiter(kept))).token_ids
+            cert = tmp_path / "server.pem"
+            cert.write_bytes(cert.read_bytes()[:200])
+            files.write_list(files.denied, "spiffe://lab.example/user/alice")
+            with pytest.raises(PermissionDenied, match="certificate is refused by the operator"):
+                async for _ in refused:
+                    pass
+            async for _ in kept:
+                pass
+            assert kept.finished is not None and kept.finished.usage.completion_tokens == options["max_tokens"]
+        process.terminate()
+        assert process.stderr is not None
+        log = (await process.stderr.read()).decode()
+    assert "file not read again, the former content stays" in log
+
+
 async def test_an_idle_worker_attaches_anew_with_its_new_certificate(tmp_path: Path) -> None:
     """So that nothing is cut when the former certificate expires."""
     files = Files(tmp_path)
