@@ -22,7 +22,7 @@ from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.spans import span
 from data_plane.stream.constraints import SessionConstraints
 from data_plane.stream.plan_stream import Ended, Failed, InboxItem, Leave, PlanStream, Stop
-from data_plane.stream.row_log import log_new_rows
+from data_plane.stream.row_log import RowLog
 from data_plane.stream.session_watch import LeaveReason, SessionWatch, WatchTimes, WorkInHand
 from data_plane.stream.step_results import StepFailed, StepResults
 from data_plane.wire import decode_steps, encode_output
@@ -75,6 +75,7 @@ class Session:
         self._watch = SessionWatch(stream, self._work, times, self._heartbeat, clock, exit_process, leave_reason)
         self._loaders = ThreadPoolExecutor(load_threads, thread_name_prefix="adapter-load")
         self._constraints = SessionConstraints()
+        self._row_log = RowLog(self.epoch, engine.capacities.max_rows)
         self._results = StepResults(self._send_results, on_failure=lambda: stream.inbox.put(Failed()))
         self._last_step_id = 0
         self._is_closed = False  # nothing more is to be sent
@@ -95,6 +96,7 @@ class Session:
             self._close_source()
             self._loaders.shutdown(wait=True, cancel_futures=True)
             self._results.close()
+            self._row_log.close()
             self._engine.reset()
             self._engine.slots.clear()
             self._watch.finish()
@@ -166,7 +168,7 @@ class Session:
         with span("decode the plan"):
             steps = decode_steps(plan, self._constraints.of)
         for step in steps:
-            log_new_rows(step, self.epoch)
+            self._row_log.begin(step)
             self._last_step_id = step.step_id
             self._work.steps[step.step_id] = self._clock()
             with span("step"):
@@ -179,6 +181,7 @@ class Session:
             self._stream.send(encode_output(output, self.epoch))
         self._work.end_step(step.step_id, self._clock())
         self._on_step(step, output)
+        self._row_log.count(step, output)
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:

@@ -33,6 +33,8 @@ async def test_a_request_can_be_followed_from_the_client_to_the_worker(tmp_path:
         worker.terminate()
         _, of_worker = await asyncio.wait_for(worker.communicate(), STEP_S)
     (begun,) = [line for line in of_worker.decode().splitlines() if "request begins" in line]
+    (left,) = [line for line in of_worker.decode().splitlines() if "request leaves" in line]
+    assert "request_id=mine" in left and f"trace_id={TRACE}" in left and "reason=" in left
     assert "request_id=mine" in begun and f"trace_id={TRACE}" in begun and "prompt_tokens=" in begun
     lines: list[dict[str, Any]] = [json.loads(line) for line in err.decode().splitlines()]
     (ended,) = [line for line in lines if line["event"] == "request ended"]
