@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import signal
 import time
@@ -92,7 +93,7 @@ async def test_a_revoked_key_is_refused_and_its_stream_goes_on(tmp_path: Path) -
             assert (await anext(stream)).WhichOneof("event") == "started"
             change_keys(path, lambda entries: tuple(item for item in entries if item != entry))
             async with asyncio.timeout(STEP_S):
-                while await code_of(channel, "/motet.v1.StatusService/GetStatus", bearer(key)) == grpc.StatusCode.OK:
+                while await code_of(channel, "/motet.v1.StatusService/GetStatus", bearer(key)) not in REFUSALS:
                     await asyncio.sleep(0.05)  # between two looks of the server at its files
             assert [response async for response in stream][-1].finished.usage.completion_tokens == 240
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -102,6 +103,36 @@ async def test_a_revoked_key_is_refused_and_its_stream_goes_on(tmp_path: Path) -
         _, log = await asyncio.wait_for(process.communicate(), STEP_S)
     assert key not in log.decode() and entry.sha256 not in log.decode()
     assert "authentication on methods=API keys (1)" in log.decode() and "file read again what=API keys" in log.decode()
+
+
+async def test_an_upload_that_began_before_its_key_was_revoked_ends_and_the_next_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    entry, key = add_key(path, Role.ADAPTERS_WRITE)
+    flags = ("--host-cache", "memory", "--api-keys", str(path))
+    async with (
+        control_plane(tmp_path, *flags) as (_, clients, _workers),
+        grpc.aio.insecure_channel(clients) as channel,
+    ):
+        files = adapter_files(1)
+        listed = [
+            {"name": name, "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in files.items()
+        ]
+        stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
+        call = stub.UploadAdapter(timeout=STEP_S, metadata=bearer(key))
+        await call.write(adapters_pb2.UploadAdapterRequest(header={"adapter_id": "poet", "files": listed}))
+        change_keys(path, lambda entries: tuple(item for item in entries if item != entry))
+        async with asyncio.timeout(STEP_S):
+            while await code_of(channel, "/motet.v1.StatusService/GetStatus", bearer(key)) not in REFUSALS:
+                await asyncio.sleep(0.05)  # between two looks of the server at its files
+        for index, data in enumerate(files.values()):
+            chunk = {"file_index": index, "offset": 0, "data": data}
+            await call.write(adapters_pb2.UploadAdapterRequest(chunk=chunk))
+        await call.done_writing()
+        assert (await call).adapter.name == "adapters/poet"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await upload(channel, "other", files, bearer(key))
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
 @contextlib.asynccontextmanager
