@@ -21,7 +21,7 @@ from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.slots import table_bytes
 from data_plane.config import WorkerConfig
 from data_plane.constraints.lanes import Lanes
-from data_plane.engine.device.recording import GRAPH_BYTES, record_graphs
+from data_plane.engine.device.recording import GRAPH_BYTES, check_graphs, record_graphs
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache, KVFormat
@@ -60,6 +60,7 @@ def build_engine(
     """
     torch.set_num_threads(config.num_threads)
     device = _device(config.device)
+    check_graphs(config, device.type)
     _set_up_native_code(config, device)
     try:
         if read_weights is None:

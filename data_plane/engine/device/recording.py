@@ -20,6 +20,13 @@ logger = logging.getLogger(__name__)
 GRAPH_BYTES = 512 << 20
 
 
+def check_graphs(config: WorkerConfig, device_type: str) -> None:
+    """Raise ConfigError where --cuda-graphs names numbers of rows that cannot be recorded, before a model is loaded."""
+    reason = _settings_against(config, device_type)
+    if config.graph_sizes(device_type) and config.cuda_graphs != "auto" and reason is not None:
+        raise _refusal(config, reason)
+
+
 def record_graphs(engine: TorchEngine, config: WorkerConfig, recorder: Recorder | None = None) -> bool:
     """Record what --cuda-graphs names; whether anything was recorded. `recorder`: None for CUDA's.
 
@@ -30,7 +37,7 @@ def record_graphs(engine: TorchEngine, config: WorkerConfig, recorder: Recorder 
     sizes = config.graph_sizes("cuda" if recorder is not None else device_type)
     if not sizes:
         return False
-    reason = _why_not(engine, config, device_type if recorder is None else "cuda")
+    reason = _settings_against(config, device_type if recorder is None else "cuda") or _model_against(engine)
     if reason is None:
         try:
             logger.info("recording graphs", extra=shown("recording the steps that decode"))
@@ -44,18 +51,27 @@ def record_graphs(engine: TorchEngine, config: WorkerConfig, recorder: Recorder 
         except RuntimeError as error:  # torch has no narrower one for what cannot be captured
             reason = f"a step of this model cannot be recorded: {error}"
     if config.cuda_graphs != "auto":
-        raise ConfigError(f"--cuda-graphs {config.cuda_graphs}: {reason}; give --cuda-graphs off")
+        raise _refusal(config, reason)
     logger.warning("decode steps are not recorded as CUDA graphs: %s", reason)
     return False
 
 
-def _why_not(engine: TorchEngine, config: WorkerConfig, device_type: str) -> str | None:
+def _settings_against(config: WorkerConfig, device_type: str) -> str | None:
+    """Why no step is recorded with these settings; None: nothing is against it."""
     if device_type != "cuda":
         return "there is no CUDA device"
     if not has_triton():
         return "triton is not installed"
     if config.speculative != "off":
         return f"steps with --speculative {config.speculative} are built on the host"
+    return None
+
+
+def _model_against(engine: TorchEngine) -> str | None:
     if any(isinstance(module, LoraExperts) for module in engine.model.model.modules()):
         return "the model has experts, whose launches follow the tokens"
     return None
+
+
+def _refusal(config: WorkerConfig, reason: str) -> ConfigError:
+    return ConfigError(f"--cuda-graphs {config.cuda_graphs}: {reason}; give --cuda-graphs off")

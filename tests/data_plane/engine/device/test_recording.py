@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from data_plane.config import GRAPH_SIZES
+from data_plane.engine.build import build_engine
 from data_plane.engine.device.recording import record_graphs
 from data_plane.engine.device.step_graphs import Graph
 from data_plane.engine.engine import TorchEngine
@@ -49,6 +51,15 @@ def test_a_cpu_records_nothing_and_refuses_numbers_of_rows(engine: TorchEngine, 
     assert engine.decode_steps.graphs is None
     with pytest.raises(ConfigError, match="--cuda-graphs 8: there is no CUDA device; give --cuda-graphs off"):
         record_graphs(engine, worker_config(checkpoint, cuda_graphs="8"))
+
+
+def test_numbers_of_rows_are_refused_before_weights_are_read(checkpoint: Path) -> None:
+    def read_weights(*_: object) -> NoReturn:
+        raise AssertionError("weights are read")
+
+    config = worker_config(checkpoint, cuda_graphs="8", device="cpu")
+    with pytest.raises(ConfigError, match="--cuda-graphs 8: there is no CUDA device; give --cuda-graphs off"):
+        build_engine(config, read_weights=read_weights)
 
 
 def test_a_step_that_cannot_be_recorded_is_served_without_a_graph(
