@@ -80,7 +80,7 @@ def waits_at(address: str) -> float:
 
 
 def test_every_completion_is_that_of_a_worker_whose_masks_are_in_time(served: Served) -> None:
-    assert served.num_waits > 20
+    assert served.num_waits > 0
     for name, expected in served.in_time.items():
         for one, other in zip(served.late[name].completions, expected.completions, strict=True):
             assert (one.token_ids, one.text) == (other.token_ids, other.text), name
