@@ -94,7 +94,11 @@ class WatchedFiles(Generic[T]):
                 return False
         logger.info("file read again what=%s", self.what, extra=shown(f"{self.what}: read again"))
         for call in self._on_change:
-            call(self._value)
+            try:
+                call(self._value)
+            except Exception:
+                # The others still learn of the change: one of them ends the calls of those that are refused now.
+                logger.exception("a change of files is not noted everywhere what=%s", self.what)
         return True
 
     def _stamp_or_none(self) -> tuple[Any, ...] | None:

@@ -95,6 +95,24 @@ def test_a_file_that_could_not_be_opened_is_read_once_it_can_be_although_it_did_
     assert not files.refresh()
 
 
+def test_a_mistake_of_ours_in_one_call_keeps_a_change_from_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The audit log learns of a change first, then who ends the calls of denied clients."""
+    path = tmp_path / "numbers.json"
+    write(path, '{"a": 1}', 1)
+    files, noted = watched(path), list[object]()
+
+    def fail(_value: object) -> None:
+        raise RuntimeError("no room for the line")
+
+    files.on_change(fail)
+    files.on_change(noted.append)
+    write(path, '{"a": 2}', 2)
+    assert files.refresh() and noted == [{"a": 2}]
+    assert "no room for the line" in caplog.text
+
+
 def test_a_file_that_cannot_be_used_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         watched(tmp_path / "none.json")
