@@ -13,70 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from control_plane.registry.model.base_model import BaseModel
-from data_plane.engine.build import build_engine
-from data_plane.engine.engine import TorchEngine
-from data_plane.plan import NewRow, RowSampling
+from data_plane.plan import RowSampling
 from kernels import native
-from tests.data_plane.engine.device.launch_traces import Trace, Traces, launches_noted
-from tests.data_plane.engine.planner import GREEDY, array, make_plan
-from tests.data_plane.engine.test_oracle import worker_config
-from tests.e2e.scheduled import ingested
-from tests.makers import ARCHS, make_adapter, make_checkpoint
+from tests.data_plane.engine.device.launch_traces import Trace, Traces
+from tests.data_plane.engine.device.recorded_rig import Rig
+from tests.makers import ARCHS
 
-PROMPT = [5, 9, 200, 31, 77]
 DRAWN = RowSampling(temperature=0.8, top_k=0, top_p=1.0, seed=3)
-ATTENTION = {"phi3": ["qkv_proj"], "gpt_neox": ["query_key_value"], "gpt2": ["c_attn"]}
 EXPERTS = ("mixtral", "qwen3_moe")  # their steps are not recorded
-
-
-class Rig:
-    """An engine whose graphs are traced."""
-
-    def __init__(self, arch: str, folder: Path) -> None:
-        self._folder, self._step_id = folder, 0
-        self._targets = ATTENTION.get(arch, ["q_proj", "o_proj"])
-        self._checkpoint = make_checkpoint(folder / "model", arch)
-        self.traces = Traces()
-        with launches_noted(None):
-            plain = build_engine(worker_config(self._checkpoint, native_code="off", num_blocks=64))
-            self.engine = TorchEngine(
-                plain.model, plain.kv_cache, plain.arena, plain.capacities, decodes_on_device=True
-            )
-
-    def load(self, slot: int, generation: int = 1, **form: Any) -> None:
-        """An adapter of its own into a slot."""
-        folder = self._folder / f"adapter{slot}.{generation}"
-        adapter = make_adapter(folder, self._checkpoint, seed=10 * slot + generation, targets=self._targets, **form)
-        packed = ingested(adapter, BaseModel.load(self._checkpoint))
-        self.engine.slots.load(slot, generation, packed.info.digest, packed)
-
-    def record(self, *sizes: int) -> None:
-        with launches_noted(None):
-            self.engine.decode_steps.record(self.traces, sizes, has_adapters=True)
-
-    def add(self, row: int, slot: int | None, *, generation: int = 1, sampling: RowSampling = GREEDY) -> None:
-        """A row whose prompt is computed. This step is not recorded."""
-        new = NewRow(
-            row=row,
-            token_ids=array(PROMPT),
-            num_prompt_tokens=len(PROMPT),
-            num_computed_tokens=0,
-            block_ids=array([2 * row, 2 * row + 1]),
-            slot=slot,
-            slot_generation=generation,
-            sampling=sampling,
-        )
-        self._execute(new=[new], prefills=[(row, len(PROMPT))])
-
-    def decode(self, *, freed: Sequence[int] = ()) -> None:
-        """A step of all rows but these, which end."""
-        with launches_noted(None):
-            self._execute(freed=list(freed))
-
-    def _execute(self, **plan: Any) -> None:
-        self._step_id += 1
-        self.engine.execute(make_plan(self._step_id, **plan))
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +72,8 @@ def test_what_a_replay_does_otherwise_is_found(changed: dict[str, Any], differen
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch not in EXPERTS])
 def test_a_graph_launches_the_same_at_every_replay(arch: str, tmp_path: Path) -> None:
     """Rows come and go, adapters are loaded, evicted and replaced by others of their tier."""
-    rig = Rig(arch, tmp_path)
+    traces = Traces()
+    rig = Rig(arch, tmp_path, traces)
     rig.load(0, rank=4)
     rig.load(1, rank=8)
     rig.load(2, rank=4, use_dora=True)
@@ -151,9 +96,9 @@ def test_a_graph_launches_the_same_at_every_replay(arch: str, tmp_path: Path) ->
     rig.add(5, 2)
     rig.decode(freed=[1])
     rig.decode(freed=[2])
-    replayed = [graph for graph in rig.traces.graphs if len(graph) > 1]
+    replayed = [graph for graph in traces.graphs if len(graph) > 1]
     # The base model's of two and four rows, the adapters' of four, with vectors of four and two.
     assert len(replayed) >= 4 and sum(len(graph) - 1 for graph in replayed) == 9
-    for graph in rig.traces.graphs:
+    for graph in traces.graphs:
         assert any(entry[0] == "decode_kernel" for entry in graph[0])
         assert first_difference(graph) == ""

@@ -1,0 +1,71 @@
+"""An engine whose decode steps are recorded with a recorder of the test, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from control_plane.registry.model.base_model import BaseModel
+from data_plane.engine.build import build_engine
+from data_plane.engine.device.step_graphs import Recorder
+from data_plane.engine.engine import TorchEngine
+from data_plane.plan import NewRow, RowSampling
+from tests.data_plane.engine.device.launch_traces import launches_noted
+from tests.data_plane.engine.planner import GREEDY, array, make_plan
+from tests.data_plane.engine.test_oracle import worker_config
+from tests.e2e.scheduled import ingested
+from tests.makers import make_adapter, make_checkpoint
+
+BLOCKS = 4  # of a row
+PROMPT = [5, 9, 200, 31, 77]
+ATTENTION = {"phi3": ["qkv_proj"], "gpt_neox": ["query_key_value"], "gpt2": ["c_attn"]}
+
+
+class Rig:
+    """Builds the engine without native code: restore the settings of native code behind it."""
+
+    def __init__(self, arch: str, folder: Path, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._folder, self._step_id = folder, 0
+        self._targets = ATTENTION.get(arch, ["q_proj", "o_proj"])
+        self._checkpoint = make_checkpoint(folder / "model", arch)
+        with launches_noted(None):
+            plain = build_engine(worker_config(self._checkpoint, native_code="off", num_blocks=64))
+            self.engine = TorchEngine(
+                plain.model, plain.kv_cache, plain.arena, plain.capacities, decodes_on_device=True
+            )
+
+    def load(self, slot: int, generation: int = 1, **form: Any) -> None:
+        """An adapter of its own into a slot."""
+        folder = self._folder / f"adapter{slot}.{generation}"
+        adapter = make_adapter(folder, self._checkpoint, seed=10 * slot + generation, targets=self._targets, **form)
+        packed = ingested(adapter, BaseModel.load(self._checkpoint))
+        self.engine.slots.load(slot, generation, packed.info.digest, packed)
+
+    def record(self, *sizes: int) -> None:
+        with launches_noted(None):
+            self.engine.decode_steps.record(self._recorder, sizes, has_adapters=True)
+
+    def add(self, row: int, slot: int | None, *, generation: int = 1, sampling: RowSampling = GREEDY) -> None:
+        """A row whose prompt is computed. This step is not recorded."""
+        new = NewRow(
+            row=row,
+            token_ids=array(PROMPT),
+            num_prompt_tokens=len(PROMPT),
+            num_computed_tokens=0,
+            block_ids=array(range(BLOCKS * row, BLOCKS * (row + 1))),
+            slot=slot,
+            slot_generation=generation,
+            sampling=sampling,
+        )
+        self._execute(new=[new], prefills=[(row, len(PROMPT))])
+
+    def decode(self, *, freed: Sequence[int] = ()) -> None:
+        """A step of all rows but these, which end."""
+        with launches_noted(None):
+            self._execute(freed=list(freed))
+
+    def _execute(self, **plan: Any) -> None:
+        self._step_id += 1
+        self.engine.execute(make_plan(self._step_id, **plan))
