@@ -16,11 +16,9 @@ import torch
 from data_plane.plan import RowSampling
 from kernels import native
 from tests.data_plane.engine.device.launch_traces import Trace, Traces
-from tests.data_plane.engine.device.recorded_rig import Rig
-from tests.makers import ARCHS
+from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS, Rig
 
 DRAWN = RowSampling(temperature=0.8, top_k=0, top_p=1.0, seed=3)
-EXPERTS = ("mixtral", "qwen3_moe")  # their steps are not recorded
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +67,7 @@ def test_what_a_replay_does_otherwise_is_found(changed: dict[str, Any], differen
     assert replaced.numel() == 4
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch not in EXPERTS])
+@pytest.mark.parametrize("arch", RECORDED_ARCHS)
 def test_a_graph_launches_the_same_at_every_replay(arch: str, tmp_path: Path) -> None:
     """Rows come and go, adapters are loaded, evicted and replaced by others of their tier."""
     traces = Traces()

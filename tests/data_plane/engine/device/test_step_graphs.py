@@ -18,29 +18,39 @@ from data_plane.engine.device.step_graphs import TIERS, GraphKey, StepGraphs
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import RowSampling
 from kernels import native
+from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS
 from tests.data_plane.engine.device.reruns import Reruns
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array
 from tests.data_plane.engine.test_engine import PROMPT
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.e2e.scheduled import ingested
-from tests.makers import make_adapter
+from tests.makers import make_adapter, make_checkpoint
 
 DRAWN = RowSampling(temperature=0.9, top_k=50, top_p=0.95, seed=7)
 ADAPTERS: tuple[dict[str, Any], ...] = ({"rank": 4}, {"rank": 8}, {"rank": 4, "use_dora": True}, {"rank": 20})
 
 
-@pytest.fixture(scope="module")
-def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchEngine]:
-    """With adapters in slots 0 to 3: of ranks 4 and 8, one with DoRA, one of rank 20. Without native code."""
+@pytest.fixture(scope="module", autouse=True)
+def _native_settings_of_this_file() -> Iterator[None]:
     usual = native.settings()
+    yield
+    native.configure(usual)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    """With adapters in slots 0 to 3: of ranks 4 and 8, one with DoRA, one of rank 20."""
+    return engine_with(ADAPTERS, checkpoint, tmp_path_factory.mktemp("adapters"))
+
+
+def engine_with(adapters: Sequence[dict[str, Any]], checkpoint: Path, folder: Path) -> TorchEngine:
+    """An engine without native code, with these adapters in its slots."""
     engine = build_engine(worker_config(checkpoint, native_code="off", num_blocks=64))
     base_model = BaseModel.load(checkpoint)
-    for slot, form in enumerate(ADAPTERS):
-        folder = tmp_path_factory.mktemp("adapters") / str(slot)
-        packed = ingested(make_adapter(folder, checkpoint, seed=slot, **form), base_model)
+    for slot, form in enumerate(adapters):
+        packed = ingested(make_adapter(folder / str(slot), checkpoint, seed=slot, **form), base_model)
         engine.slots.load(slot, 1, packed.info.digest, packed)
-    yield engine
-    native.configure(usual)
+    return engine
 
 
 @pytest.fixture
@@ -79,6 +89,19 @@ def test_replayed_steps_have_the_tokens_of_steps_that_are_not(
     assert recorder.num_replays > 2
     has_vectors = any(key.tier is not None and key.tier.has_vectors for key in graphs.keys)
     assert has_vectors == (2 in slots), "recorded when the first adapter with vectors decodes"
+
+
+@pytest.mark.parametrize("arch", RECORDED_ARCHS)
+def test_replayed_steps_of_every_architecture_have_its_tokens(arch: str, as_on_a_gpu: None, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", arch)
+    plain = engine_with([{"rank": 4}, {"rank": 8}], checkpoint, tmp_path)
+    recorder = Reruns()
+    engine, _ = with_graphs(plain, recorder, (2, 4))
+    expected, found = jobs([0, 1, None, 0], GREEDY), jobs([0, 1, None, 0], GREEDY)
+    Planner(plain, chunk=3, max_running=4).run(expected)
+    Planner(engine, chunk=3, max_running=4).run(found)
+    assert [job.tokens for job in found] == [job.tokens for job in expected]
+    assert recorder.num_replays > 2
 
 
 def test_recording_changes_no_row_and_no_kv(plain: TorchEngine, as_on_a_gpu: None) -> None:
