@@ -25,6 +25,7 @@ class Certificate:
         self._key = key
         self._seen = self._signature()
         self._context = _load(cert, key)
+        self._failed: tuple[Signature | None, str] | None = None  # the failure that was logged last
 
     @property
     def context(self) -> ssl.SSLContext:
@@ -33,16 +34,19 @@ class Certificate:
 
     def look(self) -> None:
         """Read the files if they changed. Blocks as long as their file system does."""
+        signature = None
         try:
             signature = self._signature()
             if signature == self._seen:
                 return
             context = _load(self._cert, self._key)
         except OSError as error:  # half-written, most likely: the next look comes soon
-            reason = getattr(error, "reason", None) or error.strerror
-            logger.warning("certificate not read again, the former one stays file=%s reason=%s", self._cert, reason)
+            reason = str(getattr(error, "reason", None) or error.strerror)
+            if self._failed != (signature, reason):
+                self._failed = signature, reason
+                logger.warning("certificate not read again, the former one stays file=%s reason=%s", self._cert, reason)
             return
-        self._context, self._seen = context, signature
+        self._context, self._seen, self._failed = context, signature, None
         logger.info("certificate read again file=%s", self._cert)
 
     async def watch(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
