@@ -37,7 +37,7 @@ async def test_an_admin_job_deletes_an_adapter_and_the_audit_log_names_it(caplog
     tiers.registry.add("poet", DIGEST, OTHER_DIGEST)
     with caplog.at_level(logging.INFO, logger="motet.audit"), acting_as(Caller(principal=Principal("retention job"))):
         operation = await tiers.life_cycle.delete_version("poet", OTHER_DIGEST)
-        assert await operation.wait(5) and operation.error is None
+        assert await operation.wait(60) and operation.error is None
         with pytest.raises(AdapterNotFound):
             await tiers.life_cycle.delete("nobody")
     assert [call[0] for call in tiers.registry.calls] == [
@@ -64,7 +64,7 @@ async def test_placements_report_every_tier() -> None:
 async def test_registering_as_an_operation_gives_what_registering_gives() -> None:
     tiers = Tiers()
     operation = tiers.life_cycle.start_registering(Registration("poet", display_name="Poet"), LocalSource({}))
-    assert await operation.wait(5)
+    assert await operation.wait(60)
     assert operation.registered is not None and operation.registered.record.display_name == "Poet"
     assert tiers.weights.stored == [DIGEST]
 

@@ -45,7 +45,7 @@ async def test_error_that_is_kept_holds_no_frames() -> None:
             raise StoreUnavailable("the artifact store does not respond; try again") from error
 
     operation = store.start("a", "create", fail, owner="", is_cancellable=True)
-    assert await operation.wait(5)
+    assert await operation.wait(60)
     error = operation.error
     assert isinstance(error, StoreUnavailable)
     assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)

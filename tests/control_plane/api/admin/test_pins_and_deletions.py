@@ -49,7 +49,7 @@ async def test_pins_are_restored_from_the_registry(api: Api) -> None:
 
 async def left(handler: asyncio.Task[Any], begun: asyncio.Event, gate: asyncio.Event) -> None:
     """Cancels the handler once `begun` is set, as gRPC does when a client leaves; then lets what it waits for go on."""
-    await asyncio.wait_for(begun.wait(), 5)
+    await asyncio.wait_for(begun.wait(), 60)
     handler.cancel()
     await asyncio.wait([handler])
     assert handler.cancelled()
@@ -74,9 +74,9 @@ async def test_pin_follows_a_new_version_though_the_client_leaves(api: Api, chan
         create = adapters_pb2.CreateAdapterRequest(adapter_id="a", source="team/x")
         operation = await api.adapters.CreateAdapter(create, context)
         running = api.operations.get(operation.name.removeprefix("operations/"))
-        await asyncio.wait_for(api.weights.pin_begun.wait(), 5)
+        await asyncio.wait_for(api.weights.pin_begun.wait(), 60)
         running.cancel()
-        assert await running.wait(5)
+        assert await running.wait(60)
         gate.set()
     await api.life_cycle.restore_pins()  # comes after the change, which holds the lock of the name
     assert api.weights.pinned == [*api.fleet.pinned] == [DIGEST]
@@ -109,12 +109,12 @@ async def test_delete_whose_client_leaves_is_ended_all_the_same(api: Api) -> Non
     context: Any = None
     request = adapters_pb2.DeleteAdapterRequest(name="adapters/poet", request_id="w")
     handler = asyncio.create_task(api.adapters.DeleteAdapter(request, context))
-    await asyncio.wait_for(api.registry.delete_begun.wait(), 5)
+    await asyncio.wait_for(api.registry.delete_begun.wait(), 60)
     handler.cancel()  # what gRPC does when a client leaves
     await asyncio.wait([handler])
     assert handler.cancelled()
     api.registry.delete_gate.set()
-    await asyncio.wait_for(api.registry.delete_finished.wait(), 5)
+    await asyncio.wait_for(api.registry.delete_finished.wait(), 60)
     assert api.calls[-1] == ("finish_delete", "poet")
     again = await api.adapters.DeleteAdapter(request, context)
     assert (await finished(api, again)).response.Unpack(empty_pb2.Empty()), "the client comes back"
@@ -149,11 +149,11 @@ async def test_second_delete_joins_the_first(api: Api) -> None:
     stub, request = adapters(api), adapters_pb2.DeleteAdapterRequest(name="adapters/poet")
     context: Any = None
     first = asyncio.ensure_future(stub.DeleteAdapter(request))
-    await asyncio.wait_for(api.registry.delete_begun.wait(), 5)
+    await asyncio.wait_for(api.registry.delete_begun.wait(), 60)
     second = asyncio.create_task(api.adapters.DeleteAdapter(request, context))
     await asyncio.sleep(0)
     api.registry.delete_gate.set()
-    operation = await asyncio.wait_for(first, 5)
+    operation = await asyncio.wait_for(first, 60)
     third = await stub.DeleteAdapter(request)
     assert operation.name == (await second).name == third.name
     api.fleet.unload_gate.set()
@@ -244,7 +244,7 @@ async def test_weights_that_another_name_registers_are_not_dropped(api: Api) -> 
     api.registry.add("poet")
     api.fleet.unload_gate = asyncio.Event()  # the other name's traffic would hold it back for ever
     operation = await adapters(api).DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/poet"))
-    await asyncio.wait_for(api.fleet.unload_begun.wait(), 5)
+    await asyncio.wait_for(api.fleet.unload_begun.wait(), 60)
     await upload(api, messages("bard"))
     assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
     assert api.calls[-1] == ("finish_delete", "poet") and ("drop", DIGEST) not in api.calls

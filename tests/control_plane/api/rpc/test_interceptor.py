@@ -90,7 +90,7 @@ async def served() -> AsyncIterator[tuple[Handlers, grpc.aio.Channel]]:
 
 async def call(channel: grpc.aio.Channel, kind: str, raw: bytes = GOOD) -> list[bytes]:
     method = getattr(channel, kind)(f"/t.T/{kind}")
-    response = method(iter([raw]) if kind.startswith("stream") else raw, timeout=5)
+    response = method(iter([raw]) if kind.startswith("stream") else raw, timeout=60)
     return [await response] if kind.endswith("unary") else [message async for message in response]
 
 
@@ -182,7 +182,7 @@ async def test_cancel_of_the_client_runs_the_handlers_finally(
     reader = asyncio.ensure_future(pending if kind == "unary_unary" else _read_all(pending))
     await handlers.entered.wait()
     pending.cancel()
-    await asyncio.wait_for(handlers.closed.wait(), 5)
+    await asyncio.wait_for(handlers.closed.wait(), 60)
     with pytest.raises(asyncio.CancelledError):
         await reader
 
