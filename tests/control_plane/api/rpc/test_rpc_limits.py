@@ -32,6 +32,16 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x
 Open = Callable[[], grpc.aio.Channel]
 
 
+class Arrivals:
+    """A generic handler that counts calls whose headers have arrived, and handles none."""
+
+    def __init__(self) -> None:
+        self.arrived = asyncio.Semaphore(0)
+
+    def service(self, _handler_call_details: grpc.HandlerCallDetails) -> None:
+        self.arrived.release()
+
+
 class Port:
     """A client port with a method that waits, status and health. `open` makes a connection of its own."""
 
@@ -45,12 +55,13 @@ class Port:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         wait = grpc.unary_unary_rpc_method_handler(self._wait, types_pb2.TokenIds.FromString)
         status = grpc.unary_unary_rpc_method_handler(self._status, None, status_pb2.GetStatusResponse.SerializeToString)
-        self.server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler("t.T", {"Wait": wait}),
-                grpc.method_handlers_generic_handler("motet.v1.StatusService", {"GetStatus": status}),
-            )
+        self.arrivals = Arrivals()
+        handlers: Any = (
+            self.arrivals,
+            grpc.method_handlers_generic_handler("t.T", {"Wait": wait}),
+            grpc.method_handlers_generic_handler("motet.v1.StatusService", {"GetStatus": status}),
         )
+        self.server.add_generic_rpc_handlers(handlers)
         self.address = listeners.bind(self.server, "127.0.0.1:0")
         self.stack = contextlib.AsyncExitStack()
 
@@ -155,6 +166,8 @@ async def test_full_port_refuses_its_hog_with_a_time_and_serves_everybody_else()
         async with asyncio.timeout(30):
             for _ in range(2):
                 await port.entered.acquire()
+            for _ in held:  # calls of one connection may arrive in another order
+                await port.arrivals.arrived.acquire()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await hog.unary_unary("/t.T/Wait")(b"", timeout=30)
         assert caught.value.code() == EXHAUSTED
