@@ -31,7 +31,11 @@ class AdapterSteps:
         self._arena = arena
         self._table = arena.table
         self._heads = np.flatnonzero([target.kind is TargetKind.HEAD for target in arena.table.targets])
-        self._is_linear = np.array([target.kind is TargetKind.LINEAR for target in arena.table.targets], dtype=np.bool_)
+        kinds = [target.kind for target in arena.table.targets]
+        self._is_linear = np.array([kind is TargetKind.LINEAR for kind in kinds], dtype=np.bool_)
+        self._is_of_experts = np.array(
+            [kind in (TargetKind.EXPERT, TargetKind.ROUTER) for kind in kinds], dtype=np.bool_
+        )
         self._num_slots = arena.table.num_slots
         pages = arena.table.pages
         self._device = pages.device
@@ -68,7 +72,7 @@ class AdapterSteps:
 
     def tier_of(self, slots: npt.NDArray[np.intp]) -> LoraTier | None:
         """What a step needs whose tokens have these adapters, distinct and at least one. None where the step does more
-        than add to linears, each token with its own adapter: such a step is not recorded."""
+        than add to linears, experts and routers, each token with its own adapter: such a step is not recorded."""
         if self._arena.unlisted:
             self._arena.list_published()
         table = self._table
@@ -76,17 +80,17 @@ class AdapterSteps:
             return None
         self._arena.check_ready(slots)
         needs = self._needs_of(slots)
-        if needs.max_rank[~self._is_linear].any():
+        if needs.max_rank[~(self._is_linear | self._is_of_experts)].any():
             return None
-        return LoraTier(len(slots), needs.max_rank_of_all, bool(needs.has_vectors.any()))
+        has_experts = bool(needs.max_rank[self._is_of_experts].any())
+        return LoraTier(len(slots), needs.max_rank_of_all, bool(needs.has_vectors.any()), has_experts)
 
     def begin_tier(self, token_slots: torch.Tensor, tier: LoraTier) -> LoraStep:
-        """What the linears of any step add whose adapters the tier serves. token_slots is int32 [n] on the device."""
+        """What any step adds whose adapters the tier serves. token_slots is int32 [n] on the device."""
         segments = adapter_segments(token_slots, self._num_slots, num_groups=tier.max_adapters)
-        none = TokenSlots(np.zeros(0, dtype=np.int32), self._num_slots, self._device, is_host=False)
-        return LoraStep(
-            self._arena.groups, self._table, tier.needs(self._is_linear), [segments], None, self._shrunk, none
-        )
+        needs = tier.needs(self._is_linear, self._is_of_experts)
+        slots = TokenSlots(token_slots, self._num_slots)
+        return LoraStep(self._arena.groups, self._table, needs, [segments], None, self._shrunk, slots)
 
     def begin_head(self, row_slots: torch.Tensor, further: FurtherColumns | None = None) -> LoraStep | None:
         """What the head adds in the step that began last, or None if no adapter of its rows targets the head.
@@ -118,7 +122,7 @@ class AdapterSteps:
     def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32], further: FurtherColumns | None) -> LoraStep:
         # The rows of experts have the first adapter of their tokens: an adapter on experts is not combined, or scaled.
         alone = np.where(token_slots < self._num_slots, token_slots, -1).astype(np.int32)
-        slots = TokenSlots(alone, self._num_slots, self._device, is_host=self._segments_on_host)
+        slots = TokenSlots(alone, self._num_slots, None if self._segments_on_host else self._device)
         passes, linear = [token_slots], None
         if further is not None:
             passes = [columns for columns in (token_slots, *further.products) if (columns >= 0).any()]

@@ -21,24 +21,25 @@ Needs = Callable[[TableGroup], tuple[int, Epilogue | None]]
 
 
 class TokenSlots:
-    """The slot of each token of a step, where its rows are grouped: on the host for a CPU, else on the device."""
+    """The slot of each token of a step, int32 [T]: where its rows are grouped."""
 
-    def __init__(self, on_host: npt.NDArray[np.int32], num_slots: int, device: torch.device, *, is_host: bool) -> None:
-        self._on_host = on_host
+    def __init__(
+        self, slots: npt.NDArray[np.int32] | torch.Tensor, num_slots: int, device: torch.device | None = None
+    ) -> None:
+        """`device`: where the slots go when a layer first needs them; None: rows are grouped where the slots are."""
+        self._slots = slots
         self._num_slots = num_slots
         self._device = device
-        self._is_host = is_host
-        self._on_device: torch.Tensor | None = None
 
     def segments(self, expert_ids: torch.Tensor, tokens: torch.Tensor, num_experts: int) -> AdapterSegments:
         """Rows by expert and slot. expert_ids and tokens are int64 [rows]."""
-        if self._is_host:
-            slots = self._on_host[tokens.numpy()]
+        if isinstance(self._slots, np.ndarray) and self._device is not None:
+            self._slots = upload(self._slots, self._device)
+        if isinstance(self._slots, np.ndarray):
+            slots = self._slots[tokens.numpy()]
             entries = np.where(slots >= 0, expert_ids.numpy() * self._num_slots + slots, -1).astype(np.int32)
             return segments_on_host(entries, num_experts * self._num_slots)
-        if self._on_device is None:
-            self._on_device = upload(self._on_host, self._device)
-        chosen = self._on_device[tokens]
+        chosen = self._slots[tokens]
         entry_ids = torch.where(chosen >= 0, expert_ids * self._num_slots + chosen, -1).to(torch.int32)
         return grouped_segments(entry_ids, num_experts * self._num_slots)
 

@@ -45,7 +45,8 @@ class LoraTier:
 
     max_adapters: int
     max_rank: int
-    has_vectors: bool = False
+    has_vectors: bool = False  # adapters may have DoRA scales or biases
+    has_experts: bool = False  # adapters may target experts and routers, not linears alone
 
     def serves(self, needed: LoraTier) -> bool:
         """Whether adapters that need no more than the other tier fit."""
@@ -53,12 +54,14 @@ class LoraTier:
             needed.max_adapters <= self.max_adapters
             and needed.max_rank <= self.max_rank
             and (self.has_vectors or not needed.has_vectors)
+            and (self.has_experts or not needed.has_experts)
         )
 
-    def needs(self, is_linear: npt.NDArray[np.bool_]) -> ModuleNeeds:
-        """At every target module that is a linear; is_linear [target modules]."""
-        ranks = np.where(is_linear, self.max_rank, 0).astype(np.int32)
-        return ModuleNeeds(ranks, is_linear & self.has_vectors, int(ranks.max(initial=0)))
+    def needs(self, is_linear: npt.NDArray[np.bool_], is_of_experts: npt.NDArray[np.bool_]) -> ModuleNeeds:
+        """At every linear, and at every expert and router where the tier has them. Both are [target modules]."""
+        is_served = is_linear | (is_of_experts & self.has_experts)
+        ranks = np.where(is_served, self.max_rank, 0).astype(np.int32)
+        return ModuleNeeds(ranks, is_served & self.has_vectors, int(ranks.max(initial=0)))
 
 
 class ShrunkRows:

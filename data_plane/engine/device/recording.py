@@ -11,7 +11,6 @@ from data_plane.config import WorkerConfig
 from data_plane.engine.device.step_graphs import CudaRecorder, Recorder
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import ConfigError
-from data_plane.layers.lora_experts import LoraExperts
 from kernels.devices import has_triton
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def record_graphs(engine: TorchEngine, config: WorkerConfig, recorder: Recorder 
     sizes = config.graph_sizes("cuda" if recorder is not None else device_type)
     if not sizes:
         return False
-    reason = _settings_against(config, device_type if recorder is None else "cuda") or _model_against(engine)
+    reason = _settings_against(config, device_type if recorder is None else "cuda")
     if reason is None:
         try:
             logger.info("recording graphs", extra=shown("recording the steps that decode"))
@@ -64,12 +63,6 @@ def _settings_against(config: WorkerConfig, device_type: str) -> str | None:
         return "triton is not installed"
     if config.speculative != "off":
         return f"steps with --speculative {config.speculative} are built on the host"
-    return None
-
-
-def _model_against(engine: TorchEngine) -> str | None:
-    if any(isinstance(module, LoraExperts) for module in engine.model.model.modules()):
-        return "the model has experts, whose launches follow the tokens"
     return None
 
 

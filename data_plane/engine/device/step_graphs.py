@@ -138,13 +138,13 @@ class StepGraphs:
             return key if key in self._graphs else None
         if (needed := self._steps.tier_of(slots)) is None:
             return None
-        plain = replace(needed, has_vectors=False)
+        plain = replace(needed, has_vectors=False, has_experts=False)
         fitting = [tier for tier in TIERS if tier.serves(plain) and GraphKey(size, tier) in self._graphs]
         if not fitting:
             return None
-        key = GraphKey(size, replace(fitting[0], has_vectors=needed.has_vectors))
+        key = GraphKey(size, replace(fitting[0], has_vectors=needed.has_vectors, has_experts=needed.has_experts))
         if key not in self._graphs:
-            # Few adapters have vectors: such a graph is recorded when the first of them decodes.
+            # Few adapters have vectors, or change experts: such a graph is recorded when the first of them decodes.
             self._record(key)
         return key
 

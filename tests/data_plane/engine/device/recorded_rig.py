@@ -6,22 +6,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from control_plane.registry.model.base_model import BaseModel
 from data_plane.engine.build import build_engine
 from data_plane.engine.device.step_graphs import Recorder
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
+from kernels.linear.choice import Form
 from tests.data_plane.engine.device.launch_traces import launches_noted
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.e2e.scheduled import ingested
+from tests.e2e.scheduled import ingested, reported_by
 from tests.makers import ARCHS, make_adapter, make_checkpoint
 
-# The steps of models with experts are not recorded.
-RECORDED_ARCHS = [arch for arch in ARCHS if arch not in ("mixtral", "qwen3_moe")]
+MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "olmoe")
+RECORDED_ARCHS = tuple(dict.fromkeys((*ARCHS, *MIXTURES)))
 BLOCKS = 4  # of a row
 PROMPT = [5, 9, 200, 31, 77]
 ATTENTION = {"phi3": ["qkv_proj"], "gpt_neox": ["query_key_value"], "gpt2": ["c_attn"]}
+
+
+def experts_of(arch: str, slot: int) -> dict[str, Any]:
+    """What the adapter of this slot changes beside linears: of a mixture, that of slot 0 its experts and routers."""
+    if arch not in MIXTURES or slot:
+        return {}
+    router = "router.weight" if arch == "gpt_oss" else "gate.weight"
+    return {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", router]}
 
 
 class Rig:
@@ -30,9 +41,12 @@ class Rig:
     def __init__(self, arch: str, folder: Path, recorder: Recorder) -> None:
         self._recorder = recorder
         self._folder, self._step_id = folder, 0
-        self._targets = ATTENTION.get(arch, ["q_proj", "o_proj"])
+        self._arch, self._targets = arch, ATTENTION.get(arch, ["q_proj", "o_proj"])
         self._checkpoint = make_checkpoint(folder / "model", arch)
-        with launches_noted(None):
+        with launches_noted(None), pytest.MonkeyPatch.context() as patched:
+            # Weights are as in the checkpoint, as on a GPU, whatever was measured fastest on this CPU.
+            for choice in ("fastest_form", "fastest_unpacked_form"):
+                patched.setattr(f"data_plane.layers.packed_weight.{choice}", lambda *_: Form.PLAIN)
             plain = build_engine(worker_config(self._checkpoint, native_code="off", num_blocks=64))
             self.engine = TorchEngine(
                 plain.model, plain.kv_cache, plain.arena, plain.capacities, decodes_on_device=True
@@ -41,8 +55,9 @@ class Rig:
     def load(self, slot: int, generation: int = 1, **form: Any) -> None:
         """An adapter of its own into a slot."""
         folder = self._folder / f"adapter{slot}.{generation}"
-        adapter = make_adapter(folder, self._checkpoint, seed=10 * slot + generation, targets=self._targets, **form)
-        packed = ingested(adapter, BaseModel.load(self._checkpoint))
+        form |= {"targets": self._targets, "seed": 10 * slot + generation}
+        adapter = make_adapter(folder, self._checkpoint, **experts_of(self._arch, slot), **form)
+        packed = ingested(adapter, BaseModel.load(self._checkpoint), reported_by(self.engine))
         self.engine.slots.load(slot, generation, packed.info.digest, packed)
 
     def record(self, *sizes: int) -> None:

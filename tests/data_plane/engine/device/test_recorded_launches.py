@@ -18,6 +18,8 @@ from kernels import native
 from tests.data_plane.engine.device.launch_traces import Trace, Traces
 from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS, Rig
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*target_parameters", "ignore:.*did not match any targeted")
+
 DRAWN = RowSampling(temperature=0.8, top_k=0, top_p=1.0, seed=3)
 
 

@@ -18,13 +18,15 @@ from data_plane.engine.device.step_graphs import TIERS, GraphKey, StepGraphs
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import RowSampling
 from kernels import native
-from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS
+from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS, experts_of
 from tests.data_plane.engine.device.reruns import Reruns
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array
 from tests.data_plane.engine.test_engine import PROMPT
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.e2e.scheduled import ingested
+from tests.e2e.scheduled import ingested, reported_by
 from tests.makers import make_adapter, make_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*target_parameters", "ignore:.*did not match any targeted")
 
 DRAWN = RowSampling(temperature=0.9, top_k=50, top_p=0.95, seed=7)
 ADAPTERS: tuple[dict[str, Any], ...] = ({"rank": 4}, {"rank": 8}, {"rank": 4, "use_dora": True}, {"rank": 20})
@@ -48,7 +50,8 @@ def engine_with(adapters: Sequence[dict[str, Any]], checkpoint: Path, folder: Pa
     engine = build_engine(worker_config(checkpoint, native_code="off", num_blocks=64))
     base_model = BaseModel.load(checkpoint)
     for slot, form in enumerate(adapters):
-        packed = ingested(make_adapter(folder / str(slot), checkpoint, seed=slot, **form), base_model)
+        adapter = make_adapter(folder / str(slot), checkpoint, seed=slot, **form)
+        packed = ingested(adapter, base_model, reported_by(engine))
         engine.slots.load(slot, 1, packed.info.digest, packed)
     return engine
 
@@ -94,7 +97,8 @@ def test_replayed_steps_have_the_tokens_of_steps_that_are_not(
 @pytest.mark.parametrize("arch", RECORDED_ARCHS)
 def test_replayed_steps_of_every_architecture_have_its_tokens(arch: str, as_on_a_gpu: None, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", arch)
-    plain = engine_with([{"rank": 4}, {"rank": 8}], checkpoint, tmp_path)
+    forms = [{"rank": rank} | experts_of(arch, slot) for slot, rank in enumerate((4, 8))]
+    plain = engine_with(forms, checkpoint, tmp_path)
     recorder = Reruns()
     engine, _ = with_graphs(plain, recorder, (2, 4))
     expected, found = jobs([0, 1, None, 0], GREEDY), jobs([0, 1, None, 0], GREEDY)
