@@ -27,6 +27,7 @@ LOG_FORMATS = ("text", "json")
 AUDIT_LOGGER = "motet.audit"
 PROGRESS_EVERY_S = 2.0
 _MAX_SECRET_CHARS = 4096
+_GRPC_LOGGER = "grpc._cython.cygrpc"
 
 _OUR_PACKAGES = ("contract", "control_plane", "data_plane", "gateway", "kernels", "motet")
 
@@ -64,6 +65,8 @@ def configure_logging(
     for package in _OUR_PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
     logging.getLogger(AUDIT_LOGGER).setLevel(logging.INFO)
+    # A traceback for every header that is not UTF-8, several times each: anybody can send some without a credential.
+    logging.getLogger(_GRPC_LOGGER).addFilter(_is_no_header)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_of_thread
 
@@ -102,6 +105,10 @@ def _log_uncaught_of_thread(arguments: threading.ExceptHookArgs) -> None:
         name = arguments.thread.name if arguments.thread is not None else ""
         exc_info = (arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
         logger.error("unexpected error in a thread name=%s", name, exc_info=exc_info)
+
+
+def _is_no_header(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Invalid encoding on ")
 
 
 def _is_for_people(record: logging.LogRecord) -> bool:

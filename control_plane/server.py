@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc.aio
 import uvloop
 
 # googleapis-common-protos ships no py.typed marker.
@@ -53,6 +52,7 @@ from control_plane.api.model import service as model
 from control_plane.api.pooling import service as pooling
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
+from control_plane.api.rpc.rpc_server import RpcServer
 from control_plane.audit.audit_log import AuditLog, open_audit_log
 from control_plane.caller import log_context
 from control_plane.config import ConfigError, ServerConfig, add_arguments, environment, from_args
@@ -288,7 +288,7 @@ def _start(watcher: FileWatcher, stack: contextlib.AsyncExitStack) -> None:
 def _offer(server: ClientPort, *services: tuple[Any, object]) -> None:
     """Let a server offer services, each given as the stub's function that adds it, and the servicer."""
     for add, servicer in services:
-        add(servicer, listeners.OneQueue(server))
+        add(servicer, server)
 
 
 def _offer_reflection(config: ServerConfig, server: ClientPort) -> None:
@@ -369,7 +369,7 @@ def _make_ports(
     metrics: ControlPlaneMetrics,
     audit: AuditLog,
     stack: contextlib.AsyncExitStack,
-) -> tuple[ClientPort, grpc.aio.Server]:
+) -> tuple[ClientPort, RpcServer]:
     """The server of the clients' port and that of the workers' port, neither listening yet."""
     on_refused = metrics.counting(audit.refused)
     clients = client_port(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import grpc
-import grpc.aio
 
 from control_plane.api.rpc import listeners
+from control_plane.api.rpc.rpc_server import RpcServer
 from control_plane.config import ServerConfig
 from control_plane.frontends.port import FrontendPort
 from control_plane.frontends.setup import FrontendSetup
 
 REUSE_PORT = "grpc.so_reuseport"
-ClientPort: TypeAlias = grpc.aio.Server | FrontendPort
+ClientPort: TypeAlias = RpcServer | FrontendPort
 
 
 def client_port(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,16 @@ class OfferedMethods:
 
     def __init__(self, interceptor: RpcInterceptor) -> None:
         self._interceptor = interceptor
-        self._handlers: list[Any] = []
+        self._handlers: dict[str, Any] = {}  # by path
 
-    def add(self, handlers: Sequence[Any]) -> None:
-        """Offer the methods of these generic handlers."""
-        self._handlers.extend(handlers)
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """ "/package.Service/Method" of each."""
+        return tuple(self._handlers)
+
+    def add(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Offer the methods of a service."""
+        self._handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
 
     async def run(self, context: RemoteContext) -> None:
         """Handle one RPC from its beginning to its status."""
@@ -60,5 +65,4 @@ class OfferedMethods:
             context.end(status)
 
     async def _handler_of(self, details: Any) -> Any:
-        found = (handler.service(details) for handler in self._handlers)
-        return next((handler for handler in found if handler is not None), None)
+        return self._handlers.get(details.method)

@@ -12,9 +12,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from control_plane.api.rpc.interceptor import RpcInterceptor
+from control_plane.api.rpc.rpc_server import methods_of
 from control_plane.frontends.calls import OfferedMethods
 from control_plane.frontends.frontend import PING_EVERY_S, Frontend
 from control_plane.frontends.reserved_port import ReservedPort
@@ -37,7 +39,7 @@ class FrontendPort:
         *,
         ping_every_s: float = PING_EVERY_S,
     ) -> None:
-        """`setup`: of each front end, but for the address."""
+        """`setup`: of each front end, but for the address and the methods."""
         self._ping_every_s = ping_every_s
         self._methods = OfferedMethods(interceptor)
         self._num_frontends = num_frontends
@@ -49,16 +51,19 @@ class FrontendPort:
     # ---- as grpc.aio.Server has them ----
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Offer the methods of these handlers."""
-        self._methods.add(handlers)
+        """Offer the methods that `methods_of` finds; newer stubs register them, too."""
+        for handler in handlers:
+            if methods := methods_of(handler):
+                self._methods.add(handler.service_name(), methods)
 
-    def add_registered_method_handlers(self, _service: str, _handlers: Mapping[str, Any]) -> None:
-        """Nothing: the stubs add the same methods as generic handlers, too."""
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
+        """Offer the methods of a service."""
+        self._methods.add(service_name, method_handlers)
 
     async def start(self) -> None:
         """Start the front ends; they listen when this returns. Raises OSError."""
         assert self._reserved is not None, "the port is bound before its start"
-        setup = self._setup.at(self._reserved.address)
+        setup = replace(self._setup, address=self._reserved.address, methods=self._methods.paths)
         self._frontends = [
             Frontend(index, setup, self._methods.run, ping_every_s=self._ping_every_s)
             for index in range(1, self._num_frontends + 1)

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from contract.process_log import configure_logging, quiet_grpc
@@ -28,6 +29,7 @@ import uvloop  # noqa: E402
 from control_plane.access.watched_files import FileWatcher  # noqa: E402
 from control_plane.api.rpc.error_status import DETAILS_KEY, status_proto  # noqa: E402
 from control_plane.api.rpc.frames import ACKNOWLEDGE_EVERY, COUNT, Call, Kind, Link, Status  # noqa: E402
+from control_plane.api.rpc.rpc_server import RpcServer, offer, rpc_server  # noqa: E402
 from control_plane.errors import SlowConsumer  # noqa: E402
 from control_plane.frontends.setup import FrontendSetup  # noqa: E402
 from control_plane.setup.garbage import collect_rarely  # noqa: E402
@@ -53,7 +55,7 @@ async def _serve(sock: socket.socket) -> int:
     return await frontend.run()
 
 
-class _Frontend(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic at run time
+class _Frontend:
     """The gRPC server of this process, and the calls that run."""
 
     def __init__(self) -> None:
@@ -74,8 +76,8 @@ class _Frontend(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
         configure_logging(setup.log_level, log_format=setup.log_format, process=f"front end {setup.index}")
         self._write_timeout_s = setup.write_timeout_s
         async with contextlib.AsyncExitStack() as stack:
-            server = grpc.aio.server(options=list(setup.options))
-            server.add_generic_rpc_handlers((self,))
+            server = rpc_server(options=setup.options)
+            self._offer(setup.methods, server)
             try:
                 _listen(server, setup, stack)
             except (OSError, RuntimeError, ValueError) as error:
@@ -90,14 +92,16 @@ class _Frontend(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generi
         self.link.close()
         return 0
 
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        """Every method there is: the control plane knows which ones exist."""
-        method = str(details.method)
+    def _offer(self, methods: Sequence[str], server: RpcServer) -> None:
+        def handler_of(method: str) -> Any:
+            async def handle(_requests: Any, context: Context) -> None:
+                await self._handle(method, context)
 
-        async def handle(_requests: Any, context: Context) -> None:
-            await self._handle(method, context)
+            return grpc.stream_stream_rpc_method_handler(handle, None, None)
 
-        return grpc.stream_stream_rpc_method_handler(handle, None, None)
+        for method in methods:
+            _, service, name = method.split("/")
+            offer(server, service, {name: handler_of(method)})
 
     async def _handle(self, method: str, context: Context) -> None:
         self._last_id = self._last_id % 0xFFFFFFFF + 1

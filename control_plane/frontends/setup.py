@@ -13,6 +13,7 @@ class FrontendSetup:
 
     index: int = 0  # from 1, for the log
     address: str = ""  # HOST:PORT that the control plane has reserved
+    methods: tuple[str, ...] = ()  # "/package.Service/Method" of each that the control plane offers
     options: tuple[tuple[str, int], ...]  # of gRPC
     write_timeout_s: float  # how long a client may leave a response unread
     tls_cert: str | None = None  # files of the clients' port; None: no TLS
@@ -20,10 +21,6 @@ class FrontendSetup:
     tls_client_ca: str | None = None
     log_level: str = "info"
     log_format: str = "text"
-
-    def at(self, address: str) -> FrontendSetup:
-        """The same at this address."""
-        return replace(self, address=address)
 
     def named(self, index: int) -> FrontendSetup:
         """The same for this front end."""
@@ -35,7 +32,8 @@ class FrontendSetup:
     @classmethod
     def decode(cls, body: bytes) -> FrontendSetup:
         fields = json.loads(body)
-        return cls(**{**fields, "options": tuple((name, value) for name, value in fields["options"])})
+        options = tuple((name, value) for name, value in fields["options"])
+        return cls(**{**fields, "options": options, "methods": tuple(fields["methods"])})
 
     @property
     def tls_files(self) -> tuple[Path, Path, Path | None] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
@@ -26,6 +26,7 @@ from control_plane.api.rpc.interceptor import (
 )
 from control_plane.api.rpc.refusal_pace import RefusalPace
 from control_plane.api.rpc.rpc_limits import RpcLimits
+from control_plane.api.rpc.rpc_server import RpcServer, rpc_server
 
 CLIENT_MESSAGE_BYTES = 2**20 + 64 * 1024  # one upload chunk and its frame
 WORKER_MESSAGE_BYTES = 64 * 2**20  # a plan with many long prompts
@@ -111,7 +112,7 @@ def client_interceptor(
 
 def client_server(
     *, max_streams_per_connection: int, max_connections: int, adaptive_windows: bool = False, **settings: Any
-) -> grpc.aio.Server:
+) -> RpcServer:
     """A server for the clients' port. `settings` are those of client_interceptor."""
     options = client_options(
         max_streams_per_connection=max_streams_per_connection,
@@ -123,7 +124,7 @@ def client_server(
 
 def worker_server(
     *, write_timeout_s: float = WRITE_TIMEOUT_S, guard: Guard | None = None, on_refused: OnRefused | None = None
-) -> grpc.aio.Server:
+) -> RpcServer:
     """A server for the workers' port."""
     options = [
         *common_options(),
@@ -136,7 +137,7 @@ def worker_server(
     return _server(options, RpcInterceptor(limits, write_timeout_s=write_timeout_s, guard=guard, on_refused=on_refused))
 
 
-def scaler_server(*, guard: Guard | None = None, on_refused: OnRefused | None = None) -> grpc.aio.Server:
+def scaler_server(*, guard: Guard | None = None, on_refused: OnRefused | None = None) -> RpcServer:
     """A server for the port that an autoscaler calls: few small calls."""
     options = [
         *common_options(),
@@ -146,24 +147,6 @@ def scaler_server(*, guard: Guard | None = None, on_refused: OnRefused | None = 
     ]
     limits = RpcLimits(SCALER_CONCURRENT_RPCS)
     return _server(options, RpcInterceptor(limits, write_timeout_s=WRITE_TIMEOUT_S, guard=guard, on_refused=on_refused))
-
-
-class OneQueue:
-    """A server as stubs see it that add their methods, so that all calls come out of one queue of gRPC's.
-
-    Stubs also register each method by name. grpc.aio then holds a task for each of them and waits for all tasks anew
-    with every call: with 31 methods that took a third of the time of refusing a call.
-    """
-
-    def __init__(self, server: Any) -> None:
-        self._server = server
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Offer the methods of these handlers."""
-        self._server.add_generic_rpc_handlers(handlers)
-
-    def add_registered_method_handlers(self, _service: str, _handlers: Mapping[str, Any]) -> None:
-        """Nothing: the stubs add the same methods as generic handlers, too."""
 
 
 def bind(
@@ -222,5 +205,5 @@ def cannot_listen(address: str, reason: str, flags: str = "--listen or --worker-
     )
 
 
-def _server(options: Sequence[tuple[str, Any]], interceptor: RpcInterceptor) -> grpc.aio.Server:
-    return grpc.aio.server(interceptors=[interceptor], options=options)
+def _server(options: Sequence[tuple[str, Any]], interceptor: RpcInterceptor) -> RpcServer:
+    return rpc_server(interceptors=[interceptor], options=options)

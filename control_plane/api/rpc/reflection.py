@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from control_plane.api.rpc.rpc_server import offer
 from control_plane.awake import AwakeClock, AwakeTimeout
 from control_plane.errors import DeadlineExceeded
 
@@ -25,14 +26,7 @@ SERVICE_NAMES = (f"{_PACKAGE}.ServerReflection", _ALPHA_NAME)
 IDLE_TIMEOUT_S = 30.0
 
 
-class HandlesRpcs(Protocol):
-    """What serves RPCs: a server of grpc.aio, or what takes its place."""
-
-    def add_generic_rpc_handlers(self, handlers: Any, /) -> None:
-        """Offer the methods of these handlers."""
-
-
-def add_to_server(service_names: Iterable[str], server: HandlesRpcs) -> None:
+def add_to_server(service_names: Iterable[str], server: Any) -> None:
     """Serve reflection of these services and of itself on `server`."""
     _describe_v1()
     servicer = ReflectionService([*service_names, *SERVICE_NAMES])
@@ -41,9 +35,8 @@ def add_to_server(service_names: Iterable[str], server: HandlesRpcs) -> None:
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers(
-        tuple(grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in SERVICE_NAMES)
-    )
+    for name in SERVICE_NAMES:
+        offer(server, name, {"ServerReflectionInfo": handler})
 
 
 class ReflectionService(reflection.aio.ReflectionServicer):  # type: ignore[misc, name-defined]  # stubs lack it

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from control_plane.access.server_certificates import ServerCertificates, credentials, parse, watch
 from control_plane.access.watched_files import WatchedFiles
+from control_plane.api.rpc.rpc_server import rpc_server
 from tests.fakes.authority import LOCALHOST, Authority, Issued, overwrite
 
 CA = Authority()
@@ -130,9 +131,9 @@ class Port:
     def __init__(self, files: WatchedFiles[ServerCertificates], authority: Authority) -> None:
         self.files = files
         self.authority = authority
-        self.server = grpc.aio.server()
+        self.server = rpc_server()
         counting = grpc.unary_stream_rpc_method_handler(self._count)
-        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Count": counting}),))
+        self.server.add_registered_method_handlers("test", {"Count": counting})
         self.number = self.server.add_secure_port("127.0.0.1:0", credentials(files))
 
     async def _count(self, _request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> AsyncIterator[bytes]:

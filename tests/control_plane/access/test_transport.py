@@ -112,7 +112,7 @@ async def ports(directory: Path, wall_clock: Callable[[], float] | None = None) 
         on_refused=made.on_refused,
     )
     handlers = {"Endless": grpc.unary_stream_rpc_method_handler(endless)}
-    clients.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    clients.add_registered_method_handlers("test", handlers)
     workers = listeners.worker_server(guard=transport.worker_guard, on_refused=made.on_refused)
     service = WorkerService(fleet, FakeWeights(), access)
     plan_pb2_grpc.add_WorkerServiceServicer_to_server(service, workers)

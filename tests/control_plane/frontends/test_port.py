@@ -20,6 +20,7 @@ from control_plane.frontends.frontend import PING_EVERY_S
 from control_plane.frontends.port import FrontendPort
 from control_plane.frontends.setup import FrontendSetup
 from tests.control_plane.api.fakes import details
+from tests.fakes.raw_http2 import raw_call
 
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 TIMEOUT_S = 60.0  # a loaded machine may take long to start a process
@@ -82,7 +83,7 @@ class Service:
             self.ended.append("flood")
 
     def handlers(self) -> Any:
-        kinds = {
+        return {
             "Echo": grpc.unary_unary_rpc_method_handler(self.echo),
             "Count": grpc.unary_stream_rpc_method_handler(self.count),
             "Join": grpc.stream_unary_rpc_method_handler(self.join),
@@ -92,7 +93,6 @@ class Service:
             "Slow": grpc.unary_stream_rpc_method_handler(self.slow),
             "Flood": grpc.unary_stream_rpc_method_handler(self.flood),
         }
-        return grpc.method_handlers_generic_handler("test.Service", kinds)
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +109,7 @@ async def running(
     options = (("grpc.so_reuseport", 1), ("grpc.max_receive_message_length", 1 << 22))
     setup = FrontendSetup(options=options, write_timeout_s=write_timeout_s)
     port = FrontendPort(interceptor, num_frontends, setup, ping_every_s=ping_every_s)
-    port.add_generic_rpc_handlers((service.handlers(),))
+    port.add_registered_method_handlers("test.Service", service.handlers())
     address = port.bind("127.0.0.1:0")
     try:
         await port.start()
@@ -292,3 +292,16 @@ async def test_a_front_end_that_cannot_listen_is_an_error_at_the_start() -> None
     with pytest.raises(OSError, match="front end 1 does not listen"):
         await port.start()
     await port.stop(0.0)
+
+
+async def test_a_method_of_any_bytes_is_refused_and_the_front_end_goes_on() -> None:
+    """A name that is not UTF-8 closed the front end's port, and its process went on without one."""
+    channel: Any
+    async with running() as (port, _, address), grpc.aio.insecure_channel(address) as channel:
+        pids = port.pids
+        assert await channel.unary_unary("/test.Service/Echo")(b"abc", timeout=TIMEOUT_S) == b"cba"
+        for path in (b"/test.Service/\xff", b"\xff", b"/test.Service/echo"):
+            response = await asyncio.wait_for(raw_call(address, path), TIMEOUT_S)
+            assert response.is_ended and b"Method not found!" in response.headers, path
+        assert await channel.unary_unary("/test.Service/Echo")(b"abc", timeout=TIMEOUT_S) == b"cba"
+        assert port.pids == pids

@@ -34,6 +34,7 @@ from control_plane.access.authenticator import Authenticator, Presented
 from control_plane.access.principal import ANYBODY, Principal, Role
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
+from control_plane.api.rpc.rpc_server import RpcServer
 from control_plane.caller import THE_SERVER, Caller, acting_as, current_caller
 from control_plane.config import add_arguments, from_args
 from control_plane.errors import PermissionDenied, Unauthenticated, Unavailable
@@ -109,13 +110,12 @@ def recording_handler(method: MethodDescriptor, seen: list[Caller]) -> Any:
     ids=["clients", "workers", "scaler"],
 )
 async def test_handlers_of_every_method_know_their_caller(
-    make_server: Callable[[], grpc.aio.Server], methods: dict[str, MethodDescriptor]
+    make_server: Callable[[], RpcServer], methods: dict[str, MethodDescriptor]
 ) -> None:
     server, seen = make_server(), list[Caller]()
     for path, method in methods.items():
         _, service, name = path.split("/")
-        handler = grpc.method_handlers_generic_handler(service, {name: recording_handler(method, seen)})
-        server.add_generic_rpc_handlers((handler,))
+        server.add_registered_method_handlers(service, {name: recording_handler(method, seen)})
     address = listeners.bind(server, "127.0.0.1:0")
     await server.start()
     channel: Any

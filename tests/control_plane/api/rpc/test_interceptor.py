@@ -18,6 +18,7 @@ from control_plane.api.rpc import listeners
 from control_plane.api.rpc.error_status import MAX_MESSAGE_BYTES
 from control_plane.api.rpc.interceptor import RpcInterceptor
 from control_plane.api.rpc.rpc_limits import RpcLimits
+from control_plane.api.rpc.rpc_server import rpc_server
 from tests.control_plane.api.fakes import details
 from tests.fakes.fleet_rig import FakeClock
 
@@ -80,7 +81,7 @@ async def served() -> AsyncIterator[tuple[Handlers, grpc.aio.Channel]]:
         )
         for kind in KINDS
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", methods),))
+    server.add_registered_method_handlers("t.T", methods)
     address = listeners.bind(server, "127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
@@ -241,11 +242,11 @@ async def test_time_in_which_the_process_was_stopped_is_not_held_against_a_reade
         return clock()
 
     interceptor = RpcInterceptor(RpcLimits(10), write_timeout_s=0.02, clock=stopped_between_readings)
-    server = grpc.aio.server(interceptors=[interceptor])
+    server = rpc_server(interceptors=[interceptor])
     method = grpc.unary_stream_rpc_method_handler(
         handlers.unary_stream, types_pb2.TokenIds.FromString, types_pb2.TokenIds.SerializeToString
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"unary_stream": method}),))
+    server.add_registered_method_handlers("t.T", {"unary_stream": method})
     address = listeners.bind(server, "127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:

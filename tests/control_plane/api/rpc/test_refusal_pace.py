@@ -136,7 +136,7 @@ async def served(pace: RefusalPace) -> AsyncIterator[Any]:
         pace=pace,
     )
     methods = {"Act": grpc.unary_unary_rpc_method_handler(_serve)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", methods),))
+    server.add_registered_method_handlers("t.T", methods)
     address = listeners.bind(server, "127.0.0.1:0")
     await server.start()
     try:

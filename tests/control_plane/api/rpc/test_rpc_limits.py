@@ -21,9 +21,10 @@ from control_plane.access.principal import ANYBODY, STRANGER, Principal, Role
 from control_plane.api.health import HealthService
 from control_plane.api.rpc import listeners
 from control_plane.api.rpc.callers import Callers
-from control_plane.api.rpc.interceptor import TIMEOUT_SPREAD
+from control_plane.api.rpc.interceptor import TIMEOUT_SPREAD, Identify
 from control_plane.api.rpc.rpc_limits import MAX_ARRIVING, MAX_HEALTH_WATCHES, MAX_STRANGERS_WATCHES, RpcLimits
 from control_plane.api.rpc.shared_limit import RETRY_SPREAD, SharedLimit
+from control_plane.caller import Caller
 from control_plane.errors import Exhausted
 from tests.control_plane.api.fakes import details
 
@@ -33,13 +34,15 @@ Open = Callable[[], grpc.aio.Channel]
 
 
 class Arrivals:
-    """A generic handler that counts calls whose headers have arrived, and handles none."""
+    """Identifies callers, and counts calls that were taken up."""
 
-    def __init__(self) -> None:
+    def __init__(self, identify: Identify) -> None:
         self.arrived = asyncio.Semaphore(0)
+        self._identify = identify
 
-    def service(self, _handler_call_details: grpc.HandlerCallDetails) -> None:
+    def __call__(self, method: str, context: Any) -> Caller:
         self.arrived.release()
+        return self._identify(method, context)
 
 
 class Port:
@@ -49,19 +52,15 @@ class Port:
         self.entered = asyncio.Semaphore(0)
         self.release = asyncio.Event()
         settings = {"max_concurrent_rpcs": 10, "max_connections": 100, "write_timeout_s": 30.0, **settings}
-        self.server = listeners.client_server(max_streams_per_connection=5000, **settings)
+        self.arrivals = Arrivals(settings.pop("identify", None) or Callers())
+        self.server = listeners.client_server(max_streams_per_connection=5000, identify=self.arrivals, **settings)
         self.health = HealthService()
         self.health.set("", is_serving=True)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         wait = grpc.unary_unary_rpc_method_handler(self._wait, types_pb2.TokenIds.FromString)
         status = grpc.unary_unary_rpc_method_handler(self._status, None, status_pb2.GetStatusResponse.SerializeToString)
-        self.arrivals = Arrivals()
-        handlers: Any = (
-            self.arrivals,
-            grpc.method_handlers_generic_handler("t.T", {"Wait": wait}),
-            grpc.method_handlers_generic_handler("motet.v1.StatusService", {"GetStatus": status}),
-        )
-        self.server.add_generic_rpc_handlers(handlers)
+        self.server.add_registered_method_handlers("t.T", {"Wait": wait})
+        self.server.add_registered_method_handlers("motet.v1.StatusService", {"GetStatus": status})
         self.address = listeners.bind(self.server, "127.0.0.1:0")
         self.stack = contextlib.AsyncExitStack()
 
