@@ -8,7 +8,8 @@ processes of one command differ by several percent, so the pair is started anew 
 geometric mean over the pairs with its 95% confidence interval. Both processes of a pair have the same hash seed and
 no random addresses, which makes them more equal. `--keep FILE` adds the pairs to those of earlier runs, so that a
 machine with other work can be borrowed for short pieces. `--null` turns nothing on in either. The key check alone, in
-this process, shows what a ratio near 1 cannot.
+this process, shows what a ratio near 1 cannot. For authentication and the audit log `access_switch` is more exact: it
+turns both on and off in one process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,11 @@ class Served:
         times = self.process.cpu_times()
         return float(times.user + times.system)
 
-    def run(self, args: argparse.Namespace, seed: int) -> dict[str, float]:
-        """One round of streams."""
+    def run(self, args: argparse.Namespace, seed: int, *, metadata: Metadata | None = None) -> dict[str, float]:
+        """One round of streams. `metadata`: instead of the one with the key."""
+        metadata = self.metadata if metadata is None else metadata
         cpu_s, began_s = self.cpu_s(), time.perf_counter()
-        num_tokens, _ = uvloop.run(measure(self.system.address, self.adapters, args, seed, self.metadata))
+        num_tokens, _ = uvloop.run(measure(self.system.address, self.adapters, args, seed, metadata))
         wall_s, cpu_s = time.perf_counter() - began_s, self.cpu_s() - cpu_s
         return {
             "tokens_per_s": num_tokens / wall_s,
@@ -133,9 +135,12 @@ def _free_address() -> str:
 
 
 @contextlib.contextmanager
-def serving(work_dir: Path, cache: Path, args: argparse.Namespace, *, is_guarded: bool) -> Iterator[Served]:
-    """A control plane, with what is measured or without it, and its worker."""
+def serving(
+    work_dir: Path, args: argparse.Namespace, *, is_guarded: bool, command: Sequence[str] = ("-m", "control_plane")
+) -> Iterator[Served]:
+    """A control plane, with what is measured or without it, and its worker. `command` starts the control plane."""
     work_dir.mkdir()
+    cache = ROOT / ".motet" / "bench"
     flags, metadata = ["--max-streams-per-connection", "4096", "--log-level", "warning"], Metadata()
     scraped = _free_address() if is_guarded and args.of == "metrics" else None
     if scraped is not None:
@@ -144,8 +149,8 @@ def serving(work_dir: Path, cache: Path, args: argparse.Namespace, *, is_guarded
         key = write_keys(work_dir / "keys.json")
         flags += ["--api-keys", str(work_dir / "keys.json"), "--audit-log", str(work_dir / "audit.jsonl")]
         metadata = (("authorization", f"Bearer {key}"),)
-    equal = {"PYTHONHASHSEED": "0"}
-    with System(make_base("tiny", cache), work_dir / "system", control_flags=flags, environment=equal) as system:
+    start: Any = {"control_flags": flags, "control_command": command, "environment": {"PYTHONHASHSEED": "0"}}
+    with System(make_base("tiny", cache), work_dir / "system", **start) as system:
         worker_flags = ["--max-rows", str(args.streams), "--num-blocks", str(args.streams * 16)]
         system.start_worker(flags=worker_flags, command=("-m", "tests.fakes.hash_worker"))
         names = [f"bench-{number}" for number in range(args.adapters)]
@@ -228,13 +233,12 @@ def main() -> int:
     parser.add_argument("--time-s", type=float, default=math.inf, help="start no further pair after these seconds")
     args = parser.parse_args()
     ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)  # for the processes that this one starts
-    cache = ROOT / ".motet" / "bench"
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as name:
         checks = key_check_us(Path(name))
         began_s, pairs = time.monotonic(), []
         for number in range(args.pairs):
             if time.monotonic() - began_s < args.time_s:
-                pairs.append(_pair(Path(name) / f"{number}", cache, args, number))
+                pairs.append(_pair(Path(name) / f"{number}", args, number))
                 _keep(args.keep, _ratio(pairs[-1], "cpu_us_per_token"))
     ratios = [_ratio(pair, "cpu_us_per_token") for pair in pairs]
     if args.keep is not None:
@@ -265,13 +269,13 @@ def main() -> int:
     return int(ratio > LIMITS[args.of] or checks["with"] > MAX_KEY_CHECK_US)
 
 
-def _pair(work_dir: Path, cache: Path, args: argparse.Namespace, number: int) -> Rounds:
+def _pair(work_dir: Path, args: argparse.Namespace, number: int) -> Rounds:
     """The rounds of two control planes that were started for this; odd pairs start the guarded one first."""
     work_dir.mkdir()
     rounds: Rounds = {False: [], True: []}
     with contextlib.ExitStack() as stack:
         planes = {
-            kind: stack.enter_context(serving(work_dir / f"{kind}", cache, args, is_guarded=kind and not args.null))
+            kind: stack.enter_context(serving(work_dir / f"{kind}", args, is_guarded=kind and not args.null))
             for kind in ((False, True) if number % 2 == 0 else (True, False))
         }
         for seed in range(args.rounds + 1):
