@@ -39,6 +39,8 @@ class AdapterSegments:
     num_slots: int  # of the slot table that the slots are of; a block of any other slot has no adapter
     # int32 [num_blocks, COUNTS], zero between launches: how many parts of a sum are computed. None: parts stay apart.
     num_done: torch.Tensor | None = None
+    # int32 [T]: the slot of each token, of which others than 0 .. num_slots - 1 are none. None: nobody asks by token.
+    token_slots: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +79,8 @@ def empty_segments(
     num_tokens = token_slots.shape[0]
     num_blocks = max_blocks(num_tokens, num_slots, block_tokens, num_groups)
     slot, start, end = (token_slots.new_empty(num_blocks) for _ in range(3))
-    return AdapterSegments(token_slots.new_empty(num_tokens), slot, start, end, block_tokens, num_slots)
+    order = token_slots.new_empty(num_tokens)
+    return AdapterSegments(order, slot, start, end, block_tokens, num_slots, token_slots=token_slots)
 
 
 def segments_in_torch(

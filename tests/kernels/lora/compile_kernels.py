@@ -9,55 +9,80 @@ import json
 import re
 from typing import Any
 
+from kernels.gated_activation import triton_folded as gate
 from kernels.lora import triton_embedding, triton_expand, triton_segments, triton_shrink
 from kernels.lora.launch import ShrinkLaunch
 from kernels.lora.segments import COUNTS
-from tests.kernels.compiling import compile_for_h200
+from kernels.rope import triton_folded as rope
+from kernels.rope.triton_kernel import BLOCK_HEADS
+from tests.kernels.compiling import compile_for_h200, stack_bytes
 
-FLOAT32 = ("h_ptr", "joined_ptr", "scaling_ptr", "values_ptr", "base_bias_ptr")
-INT64 = ("token_ids_ptr", "dora_scale_ptr", "lora_bias_ptr")
+FLOAT32 = ("h_ptr", "joined_ptr", "scaling_ptr", "values_ptr", "base_bias_ptr", "cos_ptr", "sin_ptr")
+INT64 = ("token_ids_ptr", "dora_scale_ptr", "lora_bias_ptr", "positions_ptr", "kv_positions_ptr")
+ROWS = ("x_ptr", "y_ptr", "out_ptr", "pages_ptr", "query_ptr", "key_ptr", "value_ptr", "query_weight_ptr")
+ROWS += ("key_weight_ptr", "key_cache_ptr", "value_cache_ptr")
 SIZES_OF_16 = ("in_features", "stride_xt", "stride_yt", "stride_ht", "stride_table")
-# Of a shrink's step in main: bfloat16 x [32, 128] and A [64, 128].
-STEP_BYTES = (32 + 64) * 128 * 2
+SIZES_OF_16 += ("stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt", "stride_vh")
+VECTORS = {"HAS_DORA_SCALE": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
+# What an expand of a decode step in one plane has, in a launch of its own or in another kernel's.
+EXPANDED: dict[str, Any] = {"BLOCK_R": triton_expand.EXPAND_RANKS, "NUM_PLANES": 1, "H_ALIGN": 4} | VECTORS
+PAGES = {"TILE_WIDTH": 1024, "PAGE_RANKS": 8}
 
 
-def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stages: int) -> None:
+def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stages: int, *, is_fused: bool) -> None:
     """With pointers of `dtype`, but for the indices and float32 tables."""
-    types = dict.fromkeys(("x_ptr", "y_ptr", "pages_ptr"), f"*{dtype}") | dict.fromkeys(FLOAT32, "*fp32")
+    types = dict.fromkeys(ROWS, f"*{dtype}") | dict.fromkeys(FLOAT32, "*fp32") | {"eps": "fp32"}
+    types["weight_offset"] = "fp32"
     types |= dict.fromkeys(INT64, "*i64") | {"scaling": "fp32"}
     others = [name for name in kernel.arg_names if not name.endswith("_ptr") and name not in SIZES_OF_16]
-    compiled = compile_for_h200(kernel, constants, types, not_of_16=others, num_stages=num_stages)
+    compiled = compile_for_h200(kernel, constants, types, not_of_16=others, num_stages=num_stages, is_fused=is_fused)
     ptx = compiled.asm["ptx"]
     line = {"kernel": kernel.__name__, "dtype": dtype, "shared_bytes": compiled.metadata.shared}
+    line["mma_shapes"] = sorted(set(re.findall(r"mma\.sync\S*\.(m\d+n\d+k\d+)", ptx)))
+    line["num_fused"] = len(re.findall(r"\bfma\.", ptx))
     line |= {"num_mma": ptx.count("mma.sync"), "num_wgmma": ptx.count("wgmma")}
     line |= {"num_single_loads": ptx.count("ld.global.b16"), "num_copies_of_16": ptx.count("cp.async.cg")}
     # Waits that leave the copies of a later step on their way.
     line["num_ahead"] = len(re.findall(r"cp\.async\.wait_group\s+[1-9]", ptx))
-    line["num_buffers"] = compiled.metadata.shared // STEP_BYTES if kernel is triton_shrink.shrink_kernel else 0
+    line["stack_bytes"] = stack_bytes(compiled)
+    if kernel is triton_shrink.shrink_kernel:
+        # Steps of x [T, K] and A [R, K] that shared memory has room for.
+        step_bytes = (constants["BLOCK_T"] + constants["BLOCK_R"]) * constants["BLOCK_K"] * 2
+        line["num_buffers"] = compiled.metadata.shared // step_bytes
     print(json.dumps(line), flush=True)
 
 
+def compile_shrink(tokens: int, ranks: int) -> None:
+    """Of an 8B Llama's linears, in parts that are joined."""
+    shrink = {"BLOCK_T": tokens, "BLOCK_R": ranks, "BLOCK_K": 128, "NUM_PARTS": 8, "PART_STEPS": 4, "HAS_PLANES": True}
+    shrink |= {"IS_JOINED": True, "COUNTS": COUNTS, "stride_xk": 1} | PAGES
+    stages = ShrinkLaunch.default(ranks, PAGES["TILE_WIDTH"], "bfloat16").num_stages
+    compile_kernel(triton_shrink.shrink_kernel, "bf16", shrink, num_stages=stages, is_fused=True)
+
+
+def compile_folded() -> None:
+    """In the kernels that read its rows: an 8B Llama's gate and rotation."""
+    constants = {"WIDTH": 14336, "IS_JOINT": False, "ACTIVATION": "silu", "BLOCK_T": 16, "BLOCK_N": 128}
+    compile_kernel(gate.gate_expand_kernel, "bf16", constants | EXPANDED | PAGES, num_stages=1, is_fused=False)
+    heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": 128, "VALUE_DIM": 128, "HALF": 64, "BLOCK_HEADS": BLOCK_HEADS}
+    heads |= {"BLOCK_HALF": 64, "BLOCK_REST": 1, "BLOCK_DV": 128, "QUERY_TILES": 8, "IS_JOINT": False}
+    heads |= {"HAS_NORM": False, "HAS_POSITIONS": False, "HAS_CACHE": True, "BLOCK_T": 16, "BLOCK_N": 512}
+    compile_kernel(rope.rope_expand_kernel, "bf16", heads | EXPANDED | PAGES, num_stages=1, is_fused=False)
+
+
 def main() -> None:
-    shared = {"BLOCK_T": 32, "TILE_WIDTH": 1024, "PAGE_RANKS": 8}
-    shrink = {"BLOCK_R": 64, "BLOCK_K": 128, "NUM_PARTS": 8, "PART_STEPS": 4, "HAS_PLANES": True, "stride_xk": 1}
-    shrink |= {"IS_JOINED": True, "COUNTS": COUNTS}
-    stages = ShrinkLaunch.default(64, 1024, "bfloat16").num_stages
-    compile_kernel(triton_shrink.shrink_kernel, "bf16", shrink | shared, num_stages=stages)
-    expand: dict[str, Any] = {
-        "BLOCK_R": 32,
-        "BLOCK_N": 128,
-        "NUM_PLANES": 8,
-        "H_ALIGN": 4,
-        "ADD_INPUTS": True,
-        "stride_yn": 1,
-    }
-    expand |= {"HAS_DORA_SCALE": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
-    expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_MODULES": 3, "ALIGN": 16}
-    compile_kernel(triton_expand.expand_kernel, "bf16", expand | shared, num_stages=1)
-    embed = {"BLOCK_T": 16, "BLOCK_R": 16, "TILE_WIDTH": 1024, "PAGE_RANKS": 8}
-    compile_kernel(triton_embedding.embed_kernel, "bf16", embed, num_stages=3)
-    compile_kernel(triton_segments.count_kernel, "i32", {"BLOCK": 1024}, num_stages=3)
-    compile_kernel(triton_segments.place_kernel, "i32", {"BLOCK": 1024, "SLOTS": 256, "COUNTS": COUNTS}, num_stages=3)
+    compile_shrink(32, 64)
+    compile_shrink(16, 16)
+    expand = {"BLOCK_T": 32, "BLOCK_N": 128, "ADD_INPUTS": True, "stride_yn": 1} | EXPANDED | PAGES
+    expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_MODULES": 3, "ALIGN": 16, "NUM_PLANES": 8}
+    compile_kernel(triton_expand.expand_kernel, "bf16", expand, num_stages=1, is_fused=False)
+    compile_folded()
+    embed = {"BLOCK_T": 16, "BLOCK_R": 16} | PAGES
+    compile_kernel(triton_embedding.embed_kernel, "bf16", embed, num_stages=3, is_fused=True)
+    route = {"BLOCK": 1024}
+    compile_kernel(triton_segments.count_kernel, "i32", route, num_stages=3, is_fused=True)
+    route |= {"SLOTS": 256, "COUNTS": COUNTS}
+    compile_kernel(triton_segments.place_kernel, "i32", route, num_stages=3, is_fused=True)
 
 
 if __name__ == "__main__":

@@ -14,21 +14,11 @@ from kernels.cases import to_device
 from kernels.lora import Epilogue, lora_expand, lora_shrink, ops, reference
 from kernels.lora.cases import Case, GroupInputs, make_group, with_vectors
 from kernels.lora.segments import segments_in_torch
+from tests.kernels.lora.vectors import with_every_vector
 from tests.kernels.tolerances import assert_close
 
 CASE = Case("epilogue", (1, 0, -1, 2, 1, 0), (8, 17, 3))
 WIDTHS = (32, 16)
-
-
-def tables(inputs: GroupInputs, seed: int = 3) -> tuple[GroupInputs, Epilogue]:
-    """DoRA scales and biases of every slot; slot 0 has neither, slot 2 no DoRA scale at the last module."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (inputs.group.num_slots, sum(inputs.group.out_features))
-    dora_scale = torch.rand(shape, generator=generator) + 0.5
-    lora_bias = torch.randn(shape, generator=generator)
-    dora_scale[0], lora_bias[0] = 1.0, 0.0
-    dora_scale[2, -inputs.group.out_features[-1] :] = 1.0
-    return with_vectors(inputs, dora_scale, lora_bias, torch.randn(shape[1], generator=generator))
 
 
 def added(inputs: GroupInputs, epilogue: Epilogue | None) -> torch.Tensor:
@@ -90,7 +80,7 @@ def test_kernel_equals_the_definition(
 ) -> None:
     """With one rank at all modules, like q, k and v of an adapter; slot 1 has a DoRA scale at the second module too."""
     inputs = make_group(CASE, WIDTHS, dtype, is_uniform=is_uniform)
-    inputs, full = tables(inputs)
+    inputs, full = with_every_vector(inputs)
     left_out: dict[str, Any] = dict.fromkeys(leave_out)
     epilogue = replace(full, **left_out)
     expected, plain = added(inputs, epilogue), added(inputs, None)
@@ -105,7 +95,7 @@ def test_kernel_equals_the_definition(
 
 
 def test_wrong_tables_are_refused() -> None:
-    inputs, full = tables(make_group(CASE, WIDTHS, torch.float32))
+    inputs, full = with_every_vector(make_group(CASE, WIDTHS, torch.float32))
     segments = segments_in_torch(inputs.token_slots, 3, 16)
     h = lora_shrink(inputs.x, inputs.group, segments, max_rank=inputs.max_rank)
     assert full.dora_scale is not None and full.base_bias is not None

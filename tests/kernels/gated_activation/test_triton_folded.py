@@ -1,0 +1,107 @@
+"""The gate of what an expand completes: the bits of two launches from one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import gated_activation as package
+from kernels.cases import to_device
+from kernels.gated_activation import ACTIVATIONS, gated_activation, triton_folded
+from kernels.lora import ops
+from kernels.lora.cases import Case, GroupInputs, make_group
+from kernels.lora.expansion import Expansion
+from kernels.lora.segments import MAX_BLOCK_TOKENS, segments_in_torch
+from tests.kernels.lora.vectors import with_every_vector
+from tests.kernels.tolerances import assert_close
+
+# NumPy's, of the interpreter: 1 / (1 + inf) is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+# Slot 0 has more tokens than a block, slot 2 has no rank at the up projection's module.
+CASE = Case("gate", (0,) * 17 + (1, -1, 2, 1, 7), (17, 3, 8))
+
+
+def of_gate(widths: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, has_vectors: bool) -> Expansion:
+    inputs = make_group(CASE, widths, dtype)
+    inputs, epilogue = with_every_vector(inputs) if has_vectors else (inputs, None)
+    there: GroupInputs = to_device(inputs, device)
+    segments = segments_in_torch(there.token_slots, there.group.num_slots, 16)
+    h = torch.zeros(1, len(widths), len(CASE.token_slots), 32, device=device)
+    ops.lora_shrink(there.x, there.group, segments, max_rank=inputs.max_rank)
+    h.copy_(torch.randn(h.shape, generator=torch.Generator().manual_seed(1)))
+    return Expansion(there.y, h, there.group, segments, None if epilogue is None else to_device(epilogue, device))
+
+
+def both(expansion: Expansion, monkeypatch: pytest.MonkeyPatch, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gate by one launch, and by those of the expand and the gate."""
+    launched: list[Any] = []
+    folded = triton_folded.gated_activation
+    for module in (package, ops):
+        monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(
+        triton_folded, "gated_activation", lambda *arguments: launched.append(arguments) or folded(*arguments)
+    )
+    before = expansion.y.clone()
+    at_once = gated_activation(expansion.y, activation, expansion)
+    assert len(launched) == 1
+    expansion.y.copy_(before)
+    expansion.add()
+    assert not torch.equal(expansion.y, before)
+    return at_once, gated_activation(expansion.y, activation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("widths", "has_vectors"), [((48, 48), False), ((64,), False), ((32, 32), True)], ids=["two", "joint", "vectors"]
+)
+def test_one_launch_has_the_bits_of_two(
+    widths: tuple[int, ...],
+    has_vectors: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens without an adapter, of slots outside the table, and of slots without a rank at one module among them."""
+    at_once, one_by_one = both(of_gate(widths, dtype, device, has_vectors=has_vectors), monkeypatch, "silu")
+    assert at_once.isfinite().all()
+    assert torch.equal(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, one_by_one = both(of_gate((32, 32), torch.float32, device, has_vectors=False), monkeypatch, activation)
+    assert torch.equal(at_once, one_by_one)
+
+
+def test_the_definition_is_the_expand_and_then_the_gate(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    expansion = of_gate((48, 48), torch.float32, torch.device("cpu"), has_vectors=False)
+    there = of_gate((48, 48), torch.float32, device, has_vectors=False)
+    expected = gated_activation(expansion.y, "silu", expansion)
+    at_once, _ = both(there, monkeypatch, "silu")
+    assert_close(at_once.cpu(), expected, magnitude=8.0)
+
+
+@pytest.mark.parametrize("widths", [(32, 64), (24, 24, 24), (40,)], ids=str)
+def test_other_modules_are_expanded_first(widths: tuple[int, ...], device: torch.device) -> None:
+    """Of unequal widths, of three, and where up begins inside of a tile."""
+    assert triton_folded.tile_columns(of_gate(widths, torch.float32, device, has_vectors=False)) is None
+
+
+def test_an_expansion_of_another_tensor_is_refused(device: torch.device) -> None:
+    expansion = of_gate((32, 32), torch.float32, device, has_vectors=False)
+    with pytest.raises(ValueError, match="the expansion is of another tensor than x"):
+        gated_activation(expansion.y.clone(), "silu", expansion)
+
+
+def test_blocks_of_many_tokens(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As prompts have them."""
+    few = of_gate((32, 32), torch.bfloat16, device, has_vectors=False)
+    slots = few.segments.token_slots
+    assert slots is not None
+    many = segments_in_torch(slots, few.group.num_slots, MAX_BLOCK_TOKENS)
+    expected, _ = both(few, monkeypatch, "silu")
+    y = of_gate((32, 32), torch.bfloat16, device, has_vectors=False).y
+    assert torch.equal(gated_activation(y, "silu", Expansion(y, few.h, few.group, many)), expected)
