@@ -172,6 +172,12 @@ class WorkerConfig:
         "auto",
         shown_default="auto, up to --max-rows where the model allows it",
     )
+    adapter_stream: str = setting(
+        "a stream of its own for the adapters' first products in recorded steps, beside the base model's products: on "
+        "or off",
+        "on",
+        choices=("on", "off"),
+    )
     speculative: str = setting(
         "drafts for the later steps of a plan (what followed the same tokens before in the request, or what a grammar "
         "forces): off, ngram wherever there is a draft, or auto where measured times say that drafts are faster",

@@ -19,6 +19,7 @@ from contract.hello_bounds import MAX_BLOCKS, MAX_HOST_BLOCKS
 from contract.process_log import shown
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.slots import table_bytes
+from data_plane.adapters.step.side_stream import CudaSideStream
 from data_plane.config import WorkerConfig
 from data_plane.constraints.lanes import Lanes
 from data_plane.engine.device.recording import GRAPH_BYTES, check_graphs, record_graphs
@@ -174,7 +175,14 @@ class Assembly:
             memory=use,
         )
         return TorchEngine(
-            loaded, cache, self.arena, capacities, host_blocks, speculative=config.speculative, lanes=self.lanes
+            loaded,
+            cache,
+            self.arena,
+            capacities,
+            host_blocks,
+            speculative=config.speculative,
+            lanes=self.lanes,
+            side=CudaSideStream(device) if config.adapter_stream == "on" and device.type == "cuda" else None,
         )
 
     def let_go(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.scaled_columns import ScaledColumns
 from data_plane.adapters.step.adapter_steps import AdapterSteps
+from data_plane.adapters.step.side_stream import SideStream
 from data_plane.constraints.lanes import Lanes
 from data_plane.constraints.masks import Masks
 from data_plane.constraints.rows import ConstraintRows
@@ -86,17 +87,18 @@ class TorchEngine:
         lanes: Lanes | None = None,
         copies: ResultCopies | None = None,
         decodes_on_device: bool | None = None,
+        side: SideStream | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`lanes`: the threads that follow constraints; None: some of its own. `copies`: how results come to the host;
         None: as the device does it. `decodes_on_device`: whether steps that only decode are built from the rows' state
-        on the device; None: on a GPU."""
+        on the device; None: on a GPU. `side`: see AdapterSteps."""
         self.capacities = capacities
         self.slots: AdapterSlots = arena
         self.model = model
         self.kv_cache = cache
         self.arena = arena
-        self.adapter_steps = AdapterSteps(arena)
+        self.adapter_steps = AdapterSteps(arena, side)
         self._host_blocks = host_blocks
         self._rows = Rows(
             max_rows=capacities.max_rows,

@@ -20,7 +20,8 @@ class GatedMlp(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] for hidden_states [..., hidden]."""
-        both = self.gate_up(hidden_states)
-        active = gated_activation(both.view(-1, both.shape[-1]), self.activation)
+        both, expansion = self.gate_up.product(hidden_states)
+        rows = both.view(-1, both.shape[-1]) if expansion is None else expansion.y
+        active = gated_activation(rows, self.activation, expansion)
         output: torch.Tensor = self.down_proj(active.view(*both.shape[:-1], -1))
         return output

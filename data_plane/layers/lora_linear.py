@@ -14,6 +14,7 @@ from torch import nn
 from data_plane.layers.context import StepContext
 from data_plane.layers.packed_weight import PackedWeight, pack, share
 from data_plane.plan import TargetKind, TargetModule
+from kernels.lora.expansion import Expansion
 
 
 class LoraLinear(nn.Linear):
@@ -53,23 +54,40 @@ class LoraLinear(nn.Linear):
 
         In a step with adapters the rows are the step's tokens; for a head they are the tokens whose logits are kept.
         """
-        if self.packed is None:
-            output = nn.functional.linear(input, self.weight, self.bias)
-        else:
-            output = self.packed.linear(input, self.bias)
-        lora = self.context.head_lora if self.is_head else self.context.lora
-        if lora is not None and self.target_names:
-            x, y = input.reshape(-1, self.in_features), output.view(-1, self.out_features)
-            if len(self.target_names) == 1:
-                lora.apply(self.target_names[0], x, y)
-            else:
-                lora.apply_group(self.target_names, x, y)
+        output, expansion = self.product(input)
+        if expansion is not None:
+            expansion.add()
         rows = self.context.head_rows if self.is_head else None
         if rows is not None and self.target_names:
             x, y = input.reshape(-1, self.in_features), output.view(-1, self.out_features)
             wide = rows.logits(self.target_names[0], x, y)
             output = wide.view(*input.shape[:-1], wide.shape[1])
         return _apart(output) if self.out_features == 1 else output
+
+    def product(self, input: torch.Tensor) -> tuple[torch.Tensor, Expansion | None]:
+        """The output, and what it still lacks of the step's adapters, which the kernel that reads it next may add.
+
+        For linears whose output no adapter's rows replace and nobody else reads.
+        """
+        lora = self.context.head_lora if self.is_head else self.context.lora
+        x = input.reshape(-1, self.in_features)
+        shrunk = None
+        if lora is not None and self.target_names:
+            shrunk = lora.shrink(self.target_names, x)  # on a GPU beside the product
+        if self.packed is None:
+            output = nn.functional.linear(input, self.weight, self.bias)
+        else:
+            output = self.packed.linear(input, self.bias)
+        if lora is None or not self.target_names:
+            return output, None
+        y = output.view(-1, self.out_features)
+        if shrunk is not None:
+            return output, lora.expand(shrunk, x, y)
+        if len(self.target_names) == 1:
+            lora.apply(self.target_names[0], x, y)
+        else:
+            lora.apply_group(self.target_names, x, y)
+        return output, None
 
     def target_weight(self, index: int) -> torch.Tensor:
         """[out, in] of one of the linears; a copy where the weight is packed."""

@@ -47,16 +47,22 @@ class RotaryAttention(nn.Module):
         were checked when this module was built.
         """
         num_tokens = hidden_states.shape[1]
-        query, key, value = self.qkv(hidden_states)[0].split(self.widths, dim=1)
+        joint: Any
+        joint, expansion = self.qkv.product(hidden_states)
+        query, key, value = joint[0].split(self.widths, dim=1)
         norm = self.head_norm
         if norm is None and self.q_norm is not None and self.k_norm is not None:
+            if expansion is not None:
+                expansion.add()
+                expansion = None
             query, key = self.q_norm.of_rows(query), self.k_norm.of_rows(key)
         half = position_embeddings[0].shape[-1] // 2
         cos, sin = (table[0, :, :half] for table in position_embeddings)
         query, key, value = (
             part.unflatten(1, (count, -1)) for part, count in zip((query, key, value), self.heads, strict=True)
         )
-        out = attention_of(self).attend_rotated(query, key, value, Rotation(cos, sin, norm), self.settings)
+        rotation = Rotation(cos, sin, norm, expansion)
+        out = attention_of(self).attend_rotated(query, key, value, rotation, self.settings)
         return self.o_proj(out.reshape(1, num_tokens, -1)), None
 
     @property

@@ -21,6 +21,7 @@ from kernels.lora.ops import (
     sgmv_expand,
     sgmv_expand_slice,
     sgmv_shrink,
+    shrinks_apart,
 )
 from kernels.lora.segments import (
     MAX_BLOCK_TOKENS,
@@ -52,6 +53,7 @@ __all__ = [
     "sgmv_expand",
     "sgmv_expand_slice",
     "sgmv_shrink",
+    "shrinks_apart",
 ]
 
 

@@ -93,6 +93,11 @@ def sgmv_expand_slice(
     _expand(h[None, None], ModuleGroup.of([module]), _slice(y, slice_offset, slice_size), segments, add_inputs)
 
 
+def shrinks_apart(x: torch.Tensor) -> bool:
+    """Whether lora_shrink and lora_expand serve x best. Elsewhere add_lora_group does both at once, in less time."""
+    return runs_triton(x)
+
+
 def lora_shrink(x: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, *, max_rank: int) -> torch.Tensor:
     """x @ A.T of every module of the group in one launch: float32 [planes, modules, T, width] for `lora_expand`.
 

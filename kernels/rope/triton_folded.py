@@ -225,8 +225,8 @@ def _are_columns(y: torch.Tensor, *parts: torch.Tensor) -> bool:
     """Whether the parts [T, heads, size] are y's columns, in order."""
     place = y.data_ptr()
     for part in parts:
-        is_part = part.data_ptr() == place and part.stride() == (y.stride(0), part.shape[2], 1)
-        if not is_part:
+        strides = zip(part.shape, part.stride(), (y.stride(0), part.shape[2], 1), strict=True)
+        if part.data_ptr() != place or any(count > 1 and found != wanted for count, found, wanted in strides):
             return False
         place += part.shape[1] * part.shape[2] * part.element_size()
     return True

@@ -16,6 +16,7 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
 from kernels import native
+from kernels.lora.expansion import MOST_TOKENS
 from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
@@ -25,8 +26,18 @@ from tests.makers import make_adapter, make_checkpoint
 NUM_LAYERS = 2  # of the checkpoint
 # Of one layer: norms with the residual sums, rotation with the cache write, attention, the gate.
 LAYER = {"rms_norm_kernel": 2, "rope_kernel": 1, "decode_kernel": 1, "gated_activation_kernel": 1}
-# q k v, the output, gate and up, down.
-ADAPTERS = {"shrink_kernel": 4, "expand_kernel": 4}
+# A shrink for q k v, the output, gate and up, down. Rotation and gate expand what they read.
+WITH_ADAPTERS = {
+    "rms_norm_kernel": 2,
+    "rope_expand_kernel": 1,
+    "decode_kernel": 1,
+    "gate_expand_kernel": 1,
+    "shrink_kernel": 4,
+    "expand_kernel": 2,
+}
+# Of more rows than the rotation expands.
+WITH_MANY_ROWS = WITH_ADAPTERS | {"rope_kernel": 1, "expand_kernel": 3}
+del WITH_MANY_ROWS["rope_expand_kernel"]
 PRODUCTS = 4 * NUM_LAYERS + 1
 # The first norm, the list of decode's programs, and the choice of tokens in two launches.
 STEP = {"rms_norm_kernel": 1, "list_kernel": 1, "best_kernel": 1, "pick_kernel": 1}
@@ -61,7 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
     """With the layers of a GPU, and adapters of two ranks in slots 0 and 1."""
     monkeypatch.setattr(TRITON_BRANCHES[-1], lambda tensor: True)
-    engine = build_engine(worker_config(checkpoint, native_code="off"))
+    engine = build_engine(worker_config(checkpoint, native_code="off", max_rows=MOST_TOKENS + 1))
     for slot, rank in enumerate((4, 8)):
         adapter = make_adapter(tmp_path / f"adapter{slot}", checkpoint, rank=rank, seed=slot)
         packed = pack(adapter, engine.capacities.model_fingerprint)
@@ -131,7 +142,14 @@ def test_launches_of_a_step_with_adapters(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slots: list[int | None]
 ) -> None:
     """Grouping the tokens by slot adds two launches on a GPU; a CPU groups them with torch's operations."""
-    assert launched(engine, monkeypatch, slots) == (step_of(LAYER, ADAPTERS), PRODUCTS)
+    assert launched(engine, monkeypatch, slots) == (step_of(WITH_ADAPTERS), PRODUCTS)
+    assert sum(WITH_ADAPTERS.values()) == 11
+
+
+def test_launches_of_a_step_of_more_rows(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = [row % 2 for row in range(MOST_TOKENS + 1)]
+    assert launched(engine, monkeypatch, slots) == (step_of(WITH_MANY_ROWS), PRODUCTS)
+    assert sum(WITH_MANY_ROWS.values()) == 12
 
 
 def test_rows_that_draw_launch_no_more_than_greedy_ones(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:

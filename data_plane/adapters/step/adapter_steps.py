@@ -18,6 +18,7 @@ from data_plane.adapters.step.further_columns import FurtherColumns
 from data_plane.adapters.step.linear_tokens import LinearTokens
 from data_plane.adapters.step.lora_step import LoraStep, LoraTier, ModuleNeeds, ShrunkRows
 from data_plane.adapters.step.row_step import RowStep
+from data_plane.adapters.step.side_stream import SideStream
 from data_plane.errors import StaleSlot
 from data_plane.plan import TargetKind
 from kernels.devices import runs_triton, upload
@@ -27,8 +28,11 @@ from kernels.lora import AdapterSegments, adapter_segments, segments_on_host
 class AdapterSteps:
     """The steps of one arena. A step is valid until the next one begins or the arena evicts an adapter."""
 
-    def __init__(self, arena: AdapterArena) -> None:
+    def __init__(self, arena: AdapterArena, side: SideStream | None = None) -> None:
+        """`side`: where recorded steps queue their shrinks; None: with everything else. The host's time limits other
+        steps, and a second stream only adds to it."""
         self._arena = arena
+        self._side = side
         self._table = arena.table
         self._heads = np.flatnonzero([target.kind is TargetKind.HEAD for target in arena.table.targets])
         kinds = [target.kind for target in arena.table.targets]
@@ -90,7 +94,8 @@ class AdapterSteps:
         segments = adapter_segments(token_slots, self._num_slots, num_groups=tier.max_adapters)
         needs = tier.needs(self._is_linear, self._is_of_experts)
         slots = TokenSlots(token_slots, self._num_slots)
-        return LoraStep(self._arena.groups, self._table, needs, [segments], None, self._shrunk, slots)
+        groups, table = self._arena.groups, self._table
+        return LoraStep(groups, table, needs, [segments], None, self._shrunk, slots, side=self._side)
 
     def begin_head(self, row_slots: torch.Tensor, further: FurtherColumns | None = None) -> LoraStep | None:
         """What the head adds in the step that began last, or None if no adapter of its rows targets the head.

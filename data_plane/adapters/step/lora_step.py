@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +17,19 @@ from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.arena.slots import SlotTable
 from data_plane.adapters.step.expert_rows import ExpertRows, TokenSlots
 from data_plane.adapters.step.linear_tokens import LinearTokens
+from data_plane.adapters.step.side_stream import SideStream
 from data_plane.plan import MAX_ROW_ADAPTERS
-from kernels.lora import AdapterSegments, Epilogue, add_lora_group, lora_embed, lora_expand, lora_shrink
+from kernels.lora import (
+    AdapterSegments,
+    Epilogue,
+    ModuleGroup,
+    add_lora_group,
+    lora_embed,
+    lora_expand,
+    lora_shrink,
+    shrinks_apart,
+)
+from kernels.lora.expansion import Expansion
 from kernels.lora.native import LoraTokens, Summed, lora_tokens
 
 # A step's tokens by the first to the fourth adapter whose products are summed, and whose A and B are.
@@ -77,6 +90,17 @@ class ShrunkRows:
         return self._values[:num_values]
 
 
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """x @ A of the tokens' first adapters, or of their second and so on, at modules of one group."""
+
+    columns: slice  # of the linear's output
+    group: TableGroup
+    h: torch.Tensor  # float32 [planes, modules, T, width]
+    segments: AdapterSegments
+    epilogue: Epilogue | None
+
+
 class LoraStep:
     """What the adapters of one step add, from the arena's pages. Valid until the next step begins or a slot changes.
 
@@ -94,10 +118,12 @@ class LoraStep:
         shrunk: ShrunkRows,
         token_slots: TokenSlots,
         rotations: Sequence[tuple[RotaryTables, torch.Tensor]] = (),
+        side: SideStream | None = None,
     ) -> None:
         """passes: the tokens by their first adapter, then by their second and so on; mostly one.
 
-        `rotations`: by tables that are not the model's, the tokens that rotate by them, int64 on the device.
+        `rotations`: by tables that are not the model's, the tokens that rotate by them, int64 on the device. `side`:
+        where shrinks are queued; None: with everything else.
         """
         self.rotations = rotations
         self._groups = groups
@@ -108,6 +134,7 @@ class LoraStep:
         self._linear = linear
         self._shrunk = shrunk
         self._token_slots = token_slots
+        self._side = side
 
     @property
     def is_plain(self) -> bool:
@@ -139,8 +166,52 @@ class LoraStep:
             for segments in self._passes:
                 add_lora_group(part, x, group.modules, segments, max_rank=max_rank, epilogue=epilogue)
             if self._linear is not None:
-                modules = group.modules
-                self._linear.add(group, lambda each: lora_shrink(x, modules, each, max_rank=max_rank), part)  # noqa: B023
+                self._linear.add(group, partial(_shrink, x, group.modules, max_rank), part)
+
+    def shrink(self, target_names: tuple[str, ...], x: torch.Tensor) -> list[Shrunk] | None:
+        """Queue x @ A.T of the adapters at these modules, to be given to `expand` once y is there.
+
+        In between nothing may write x. None: the step computes both halves at once, by `apply_group`.
+        """
+        self._check_valid()
+        if not shrinks_apart(x):
+            return None
+        found: list[tuple[slice, TableGroup, int, Epilogue | None]] = []
+        begin = 0
+        for group in self._groups.of(target_names):
+            columns = slice(begin, begin + sum(group.modules.out_features))
+            begin = columns.stop
+            max_rank, epilogue = self._needs_of(group)
+            if max_rank:
+                found.append((columns, group, max_rank, epilogue))
+        if not found:
+            return []
+        with nullcontext() if self._side is None else self._side.forked():
+            return [
+                Shrunk(columns, group, lora_shrink(x, group.modules, each, max_rank=max_rank), each, epilogue)
+                for columns, group, max_rank, epilogue in found
+                for each in self._passes
+            ]
+
+    def expand(self, shrunk: Sequence[Shrunk], x: torch.Tensor, y: torch.Tensor) -> Expansion | None:
+        """Add what was shrunk of x to y [num_tokens, sum of out].
+
+        One addition to the whole of y may be returned instead: whoever reads y next adds it.
+        """
+        if not shrunk:
+            return None
+        if self._side is not None:
+            self._side.join()
+        first = shrunk[0]
+        if self.is_plain and first.columns == slice(0, y.shape[1]):
+            return Expansion(y, first.h, first.group.modules, first.segments, first.epilogue)
+        for part in shrunk:
+            Expansion(y[:, part.columns], part.h, part.group.modules, part.segments, part.epilogue).add()
+        if self._linear is not None:
+            for part in shrunk[:: len(self._passes)]:
+                max_rank, _ = self._needs_of(part.group)
+                self._linear.add(part.group, partial(_shrink, x, part.group.modules, max_rank), y[:, part.columns])
+        return None
 
     def embed(self, target_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
         """`apply` for an embedding, where x @ A.T is the columns of A at token_ids [num_tokens].
@@ -202,3 +273,7 @@ class LoraStep:
         max_rank = int(self._needs.max_rank[group.rows].max())
         has_vectors = max_rank > 0 and bool(self._needs.has_vectors[group.rows].any())
         return max_rank, group.epilogue if has_vectors else None
+
+
+def _shrink(x: torch.Tensor, modules: ModuleGroup, max_rank: int, segments: AdapterSegments) -> torch.Tensor:
+    return lora_shrink(x, modules, segments, max_rank=max_rank)

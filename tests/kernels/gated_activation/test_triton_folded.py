@@ -39,11 +39,14 @@ def both(expansion: Expansion, monkeypatch: pytest.MonkeyPatch, activation: str)
     """The gate by one launch, and by those of the expand and the gate."""
     launched: list[Any] = []
     folded = triton_folded.gated_activation
+
+    def noted(*arguments: Any) -> torch.Tensor:
+        launched.append(arguments)
+        return folded(*arguments)
+
     for module in (package, ops):
         monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
-    monkeypatch.setattr(
-        triton_folded, "gated_activation", lambda *arguments: launched.append(arguments) or folded(*arguments)
-    )
+    monkeypatch.setattr(triton_folded, "gated_activation", noted)
     before = expansion.y.clone()
     at_once = gated_activation(expansion.y, activation, expansion)
     assert len(launched) == 1

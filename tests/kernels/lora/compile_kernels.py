@@ -19,9 +19,18 @@ from tests.kernels.compiling import compile_for_h200, stack_bytes
 
 FLOAT32 = ("h_ptr", "joined_ptr", "scaling_ptr", "values_ptr", "base_bias_ptr", "cos_ptr", "sin_ptr")
 INT64 = ("token_ids_ptr", "dora_scale_ptr", "lora_bias_ptr", "positions_ptr", "kv_positions_ptr")
-ROWS = ("x_ptr", "y_ptr", "out_ptr", "pages_ptr", "query_ptr", "key_ptr", "value_ptr", "query_weight_ptr")
+ROWS: tuple[str, ...] = (
+    "x_ptr",
+    "y_ptr",
+    "out_ptr",
+    "pages_ptr",
+    "query_ptr",
+    "key_ptr",
+    "value_ptr",
+    "query_weight_ptr",
+)
 ROWS += ("key_weight_ptr", "key_cache_ptr", "value_cache_ptr")
-SIZES_OF_16 = ("in_features", "stride_xt", "stride_yt", "stride_ht", "stride_table")
+SIZES_OF_16: tuple[str, ...] = ("in_features", "stride_xt", "stride_yt", "stride_ht", "stride_table")
 SIZES_OF_16 += ("stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt", "stride_vh")
 VECTORS = {"HAS_DORA_SCALE": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
 # What an expand of a decode step in one plane has, in a launch of its own or in another kernel's.

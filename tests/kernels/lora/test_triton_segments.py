@@ -40,6 +40,7 @@ def plain(slots: list[int], num_slots: int, block_tokens: int) -> dict[str, list
         "block_slot": [block[0] for block in blocks],
         "block_start": [block[1] for block in blocks],
         "block_end": [block[2] for block in blocks],
+        "token_slots": slots,
     }
 
 
@@ -72,7 +73,8 @@ def test_blocks_for_the_slots_of_the_tokens_are_the_first_of_all(
     every = lists(segments_in_torch(token_slots, num_slots, block_tokens))
     fewer = lists(segments_in_torch(token_slots, num_slots, block_tokens, num_groups))
     num_blocks = len(fewer["block_slot"])
-    assert fewer == {part: values if part == "order" else values[:num_blocks] for part, values in every.items()}
+    of_tokens = ("order", "token_slots")
+    assert fewer == {part: values if part in of_tokens else values[:num_blocks] for part, values in every.items()}
     assert not any(slot >= 0 for slot in every["block_slot"][num_blocks:])
     assert lists(triton_segments.segments(token_slots, num_slots, block_tokens, num_groups, block=16)) == fewer
 
@@ -111,6 +113,7 @@ def test_example_of_the_docstring() -> None:
         "block_slot": [2, 7, 7, -1, -1],
         "block_start": [0, 1, 3, 0, 0],
         "block_end": [1, 3, 4, 0, 0],
+        "token_slots": [7, -1, 2, 7, 7],
     }
 
 

@@ -86,9 +86,12 @@ def folded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
     calls: list[Any] = []
     apply_rope = triton_folded.apply_rope
-    monkeypatch.setattr(
-        triton_folded, "apply_rope", lambda *arguments: calls.append(arguments) or apply_rope(*arguments)
-    )
+
+    def noted(*arguments: Any) -> None:
+        calls.append(arguments)
+        apply_rope(*arguments)
+
+    monkeypatch.setattr(triton_folded, "apply_rope", noted)
     return calls
 
 
@@ -99,12 +102,16 @@ def one_by_one(each: Call, norm: HeadNorm | None = None) -> list[torch.Tensor]:
     return each.run(with_expansion=False, norm=norm)
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "three modules": {},
+    "one token": {"case": replace(CASE, token_slots=(1,))},
+    "joint": {"is_joint": True, "heads": 4, "kv_heads": 4, "value_dim": 16},
+    "vectors": {"has_vectors": True},
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "form",
-    [{}, {"is_joint": True, "heads": 4, "kv_heads": 4, "value_dim": 16}, {"has_vectors": True}],
-    ids=["three modules", "joint", "vectors"],
-)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_one_launch_has_the_bits_of_two(
     form: dict[str, Any], dtype: torch.dtype, device: torch.device, folded: list[Any]
 ) -> None:

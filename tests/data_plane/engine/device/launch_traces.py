@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from data_plane.engine.device.step_graphs import Graph
@@ -90,6 +90,35 @@ class Traces:
         graph = Traced(traces, body)
         graph.replay()
         return graph
+
+
+class NotedSide:
+    """Side stream (see side_stream) of a traced step: forks and joins are entries of the trace.
+
+    What is forked must be joined before anything else is: another fork may not be under way.
+    """
+
+    def __init__(self) -> None:
+        self._is_under_way = False
+
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        assert not self._is_under_way, "a fork was not joined"
+        _note("fork")
+        yield
+        _note("end of fork")
+        self._is_under_way = True
+
+    def join(self) -> None:
+        assert self._is_under_way, "there is nothing to join"
+        self._is_under_way = False
+        _note("join")
+
+
+def _note(name: str) -> None:
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Tracer):
+            mode.trace.append((name,))
 
 
 class Traced:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from control_plane.registry.model.base_model import BaseModel
+from data_plane.adapters.step.side_stream import SideStream
 from data_plane.engine.build import build_engine
 from data_plane.engine.device.step_graphs import Recorder
 from data_plane.engine.engine import TorchEngine
@@ -38,7 +39,7 @@ def experts_of(arch: str, slot: int) -> dict[str, Any]:
 class Rig:
     """Builds the engine without native code: restore the settings of native code behind it."""
 
-    def __init__(self, arch: str, folder: Path, recorder: Recorder) -> None:
+    def __init__(self, arch: str, folder: Path, recorder: Recorder, *, side: SideStream | None = None) -> None:
         self._recorder = recorder
         self._folder, self._step_id = folder, 0
         self._arch, self._targets = arch, ATTENTION.get(arch, ["q_proj", "o_proj"])
@@ -49,7 +50,7 @@ class Rig:
                 patched.setattr(f"data_plane.layers.packed_weight.{choice}", lambda *_: Form.PLAIN)
             plain = build_engine(worker_config(self._checkpoint, native_code="off", num_blocks=64))
             self.engine = TorchEngine(
-                plain.model, plain.kv_cache, plain.arena, plain.capacities, decodes_on_device=True
+                plain.model, plain.kv_cache, plain.arena, plain.capacities, decodes_on_device=True, side=side
             )
 
     def load(self, slot: int, generation: int = 1, **form: Any) -> None:
