@@ -173,9 +173,9 @@ class LoraStep:
 
         In between nothing may write x. None: the step computes both halves at once, by `apply_group`.
         """
-        self._check_valid()
         if not shrinks_apart(x):
             return None
+        self._check_valid()
         found: list[tuple[slice, TableGroup, int, Epilogue | None]] = []
         begin = 0
         for group in self._groups.of(target_names):
