@@ -198,7 +198,13 @@ def test_what_lies_there_instead_is_named_with_the_way_on(
     for number in (1, 2):
         (adapter_dir / f"adapter_model-0000{number}-of-00002.safetensors").write_bytes(content)
     assert "has no adapter_model.safetensors; its weights are in 2 shards" in refusal()
-    for path in adapter_dir.glob("adapter_*"):
+    for path in adapter_dir.glob("adapter_model*"):
+        path.unlink()
+    for name, words in (("adapter_model.tensors", "tensorizer"), ("adapters.safetensors", "mlx-lm")):
+        (adapter_dir / name).write_bytes(content)
+        assert f"has no adapter_model.safetensors; there is {name} of " in refusal() and words in refusal()
+        (adapter_dir / name).unlink()
+    for path in adapter_dir.glob("adapter*"):
         path.unlink()
     for step in (500, 1000):
         (adapter_dir / f"checkpoint-{step}").mkdir()

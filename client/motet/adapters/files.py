@@ -29,6 +29,11 @@ COMPANION_FILES = (
 )
 SIGNATURE_FILE = "model.sig"  # sent where the directory has one
 _PICKLE_FILE = "adapter_model.bin"
+# What others write in place of WEIGHTS_FILE, with what to do.
+_FILES_OF_OTHERS = {
+    "adapter_model.tensors": "tensorizer; load the adapter with PEFT and save it again with save_pretrained",
+    "adapters.safetensors": "mlx-lm, with names and an order of its own; convert the adapter to PEFT's form",
+}
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -133,6 +138,9 @@ def _way_on(directory: Path) -> str:
         return (
             f"there are adapters in {', '.join(below[:3])}{', ...' if below[3:] else ''}: give one of these directories"
         )
+    for name, writer in _FILES_OF_OTHERS.items():
+        if (directory / name).is_file():
+            return f"there is {name} of {writer}"
     return f"an adapter is {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's save_pretrained writes them"
 
 

@@ -80,7 +80,11 @@ class AdapterConfig:
             )
         scaling = alpha / math.sqrt(rank) if self.is_rslora else alpha / rank
         if not math.isfinite(scaling) or abs(scaling) > MAX_SCALING:
-            raise refuse("lora_alpha", f"gives {module} a scaling of {scaling:g}, limit {MAX_SCALING:g}")
+            raise refuse(
+                "lora_alpha",
+                f"gives {module} a scaling of {scaling:g}, limit {MAX_SCALING:g}; check lora_alpha and r, or multiply "
+                "lora_B by a part of it",
+            )
         return scaling
 
 

@@ -18,6 +18,7 @@ OTHER_TYPES = {
     "ADAPTION_PROMPT": ("LLaMA-Adapter", _TRAIN),
     "BEFT": ("BEFT", _PLAIN_TRAIN),
     "BOFT": ("BOFT", _MERGE),
+    "BONE": ("Bone", _PLAIN_TRAIN),  # until PEFT 0.17; later MiSS
     "C3A": ("C3A", _CONVERT),
     "CARTRIDGE": ("Cartridges", _TRAIN),
     "CPT": ("context-aware prompt tuning", _TRAIN),

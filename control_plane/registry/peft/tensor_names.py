@@ -26,11 +26,15 @@ _ADAPTER_PARTS = {
     for suffix in part.suffixes
 }
 _PARTS = _ADAPTER_PARTS | _BASE_PARTS
-_OTHER_TASK = "belongs to the head of another task, and Motet generates text only; save the adapter without that head"
+_OTHER_TASK = (
+    "belongs to the head of another task, and of heads a sequence classifier's score is served; save the adapter "
+    "without that head"
+)
 # Parts of tensor names that belong to kinds of adapters that are not served.
 _OTHER_KINDS = {
-    "modules_to_save": "belongs to a fully trained module, which is not served; train LoRA on it",
-    "trainable_tokens_delta": "belongs to trained tokens, which are not served; train LoRA on the embedding",
+    "modules_to_save": "belongs to a fully trained module, and of these embedding, head and score are served; train "
+    "LoRA on it",
+    "trainable_tokens_delta": "belongs to trained tokens of a module that is no embedding or head; train LoRA on it",
     "score": _OTHER_TASK,
     "classifier": _OTHER_TASK,
     "qa_outputs": _OTHER_TASK,
@@ -91,15 +95,22 @@ def split_key(key: str, targets: TargetModules) -> tuple[str, str]:
 def _name_error(key: str, suffix: str | None, targets: TargetModules) -> str:
     """What is wrong with a name, and what to do about it."""
     parts = key.split(".")
+    if (name := _adapter_name(parts)) is not None:
+        return (
+            f"holds the adapter's name ({shorten(name, 40)!r}); save the adapter with PEFT's save_pretrained, which "
+            "leaves it out"
+        )
     for part, words in _OTHER_KINDS.items():
         if part in parts:
             return words
-    # 1. LoRA on stacked parameters: PEFT wraps the module once for each of them.
+    # 1. A base weight, or LoRA on a parameter of a linear: PEFT wraps the module once for each parameter.
     module = key.removeprefix(_KEY_PREFIX)[: -len(suffix)] if suffix else key
-    if "base_layer" in module.split(".") or (module in targets.served and suffix in _BASE_PARTS):
-        return "belongs to LoRA on stacked parameters, which is not served; train with target_modules of linears"
+    if module in targets.served and suffix in _BASE_PARTS:
+        return "is the base model's own weight of a linear, which an adapter does not bring; save it without that"
+    if "base_layer" in module.split("."):
+        return "belongs to LoRA on a parameter of a linear, which is not served; train with target_modules of linears"
     if suffix is None:
-        return _unknown_name_error(parts)
+        return f"is not a LoRA tensor's name; {_KEY_PREFIX}{{module}}.lora_A.weight or lora_B.weight is expected"
     # 2. The right module under another name.
     is_known = module in targets.served or module not in targets.reported
     if is_known and (known := _known_as(module, targets)) is not None:
@@ -108,14 +119,11 @@ def _name_error(key: str, suffix: str | None, targets: TargetModules) -> str:
     return targets.refusal(shorten(module))
 
 
-def _unknown_name_error(parts: list[str]) -> str:
-    """Of a name that ends in none of the known ways."""
-    if len(parts) > 2 and parts[-1] == "weight" and parts[-3] in ("lora_A", "lora_B"):
-        return (
-            f"holds the adapter's name ({shorten(parts[-2], 40)!r}); save the adapter with PEFT's save_pretrained, "
-            "which leaves it out"
-        )
-    return f"is not a LoRA tensor's name; {_KEY_PREFIX}{{module}}.lora_A.weight or lora_B.weight is expected"
+def _adapter_name(parts: list[str]) -> str | None:
+    """The adapter's name, which PEFT has in the names of a model's tensors and leaves out of a file."""
+    if len(parts) > 2 and parts[-1] == "weight" and parts[-3] in ("lora_A", "lora_B", "modules_to_save"):
+        return parts[-2]
+    return parts[-1] if len(parts) > 1 and parts[-2] == "trainable_tokens_delta" else None
 
 
 def _known_as(module: str, targets: TargetModules) -> str | None:

@@ -92,6 +92,8 @@ def _with_type(given: Mapping[str, Any], field: str) -> dict[str, Any]:
     """The parameters with the present name of their kind, and without those that are null."""
     parameters = {name: value for name, value in given.items() if value is not None}
     old = parameters.pop(_OLD_TYPE_KEY, None)
+    if old is None and TYPE_KEY not in parameters and parameters.keys() != {"rope_theta"}:
+        raise refuse(field, f"has no {TYPE_KEY}; say which of {', '.join(KINDS)} the adapter was trained with")
     kind = parameters.setdefault(TYPE_KEY, old or "default")
     if kind in _BATCH_DEPENDENT:
         raise refuse(

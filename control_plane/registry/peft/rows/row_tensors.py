@@ -125,7 +125,7 @@ def _of_module(
     bias = parts.get("bias", parts.get("copy of the bias"))
     if bias is not None and (weight is None or bias.shape != weight.shape[:1]):
         raise refuse(bias.name, f"shape {list(bias.shape)} is not that of the weight beside it")
-    if delta is not None:
+    if delta is not None and config is not None:
         _check_trained_tokens(name, delta, ids, weight, targets)
     return ModuleTensors(weight, is_saved, bias, delta, ids)
 
@@ -149,10 +149,14 @@ def _check_trained_tokens(
     name: str, delta: TensorEntry, ids: tuple[int, ...], weight: TensorEntry | None, targets: TargetModules
 ) -> None:
     field = "trainable_token_indices"
+    if not ids:
+        raise refuse(
+            field, f"names no token of {name}, and the file has {delta.shape[0]} trained rows; list the tokens in order"
+        )
     if len(ids) != delta.shape[0]:
         raise refuse(field, f"names {len(ids)} tokens of {name}, the file has {delta.shape[0]} rows of them")
     num_tokens = _vocab_size(name, targets) if weight is None else weight.shape[0]
-    if ids and max(ids) >= num_tokens:
+    if max(ids) >= num_tokens:
         raise refuse(
             field,
             f"names token {max(ids)} of {num_tokens}; for new tokens save the resized embedding too "

@@ -194,3 +194,20 @@ def test_a_base_whose_embedding_is_not_known_for_certain_takes_none(tmp_path: Pa
     assert all(found[name].startswith("the base model has no such linear") for name in tensor_names) and tensor_names
     # The configuration names the two as well.
     assert found.keys() - tensor_names == {"target_modules"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (None, "names no token of model.embed_tokens, and the file has 2 trained rows; list the tokens in order"),
+        ([5], "names 1 tokens of model.embed_tokens, the file has 2 rows of them"),
+        ([5, -1], "has [5, -1]; a list of token ids is expected"),
+    ],
+)
+def test_trained_rows_need_their_tokens(tmp_path: Path, checkpoint: Tensors, tokens: Any, words: str) -> None:
+    rows = {"model.embed_tokens.token_adapter.trainable_tokens_delta": np.ones((2, HIDDEN), "<f4")}
+    tensors = {name: values for name, values in adapter(**rows).items() if "lora_embedding" not in name}
+    found = refusal(
+        tmp_path, base_model(tmp_path, checkpoint), tensors, target_modules=["lm_head"], trainable_token_indices=tokens
+    )
+    assert found == ("trainable_token_indices", words)

@@ -86,6 +86,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "rope_scaling: has the kind dynamic"),
         ({"rope_scaling": {"rope_type": "longrope"}}, {}, "one request would change others"),
+        ({"rope_scaling": {"factor": 2.0}}, {}, "rope_scaling: has no rope_type; say which of default, linear"),
         ({"rope_scaling": {"rope_type": "spiral"}}, {}, "rope_type is 'spiral'; one of default, linear"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, {}, "rope_type is"),
         ({"rope_scaling": {"rope_type": "linear"}}, {}, "factor is missing; linear needs factor"),
