@@ -116,15 +116,26 @@ class _ByLabel:
         self._generated_tokens = Counter(
             f"motet_{label}_generated_tokens", f"Of ended requests by {label}.", [label], registry=registry
         )
+        # Invariant: for the labels that have series. Finding them by `labels()` takes longer than counting.
+        self._series: dict[str, tuple[Counter, Counter, Counter]] = {}
         self._labels = BoundedLabels(MAX_LABELS, IDLE_S, clock, self._remove)
 
     def count(self, value: str, request: EndedRequest) -> None:
         """One request of that adapter or tenant."""
         label = self._labels.label(value)
-        self._requests.labels(label).inc()
-        self._prompt_tokens.labels(label).inc(request.num_prompt_tokens)
-        self._generated_tokens.labels(label).inc(request.num_generated_tokens)
+        series = self._series.get(label)
+        if series is None:
+            series = self._series[label] = (
+                self._requests.labels(label),
+                self._prompt_tokens.labels(label),
+                self._generated_tokens.labels(label),
+            )
+        requests, prompt_tokens, generated_tokens = series
+        requests.inc()
+        prompt_tokens.inc(request.num_prompt_tokens)
+        generated_tokens.inc(request.num_generated_tokens)
 
     def _remove(self, value: str) -> None:
+        del self._series[value]
         for counter in (self._requests, self._prompt_tokens, self._generated_tokens):
             counter.remove(value)

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from data_plane.adapters.format.host_tier import HostTierStats
 from data_plane.errors import ConfigError
-from data_plane.metrics import WorkerMetrics
+from data_plane.metrics import STEPS_AT_ONCE, WorkerMetrics
 from data_plane.plan import StepOutput
 from data_plane.worker import check_metrics_listen
 from tests.data_plane.engine.planner import array, make_plan
@@ -58,6 +58,19 @@ class Shown:
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
+
+
+@pytest.mark.parametrize("num_steps", [STEPS_AT_ONCE - 1, STEPS_AT_ONCE, 2 * STEPS_AT_ONCE + 1])
+def test_every_page_has_all_steps_however_many_are_counted_together(num_steps: int) -> None:
+    shown = Shown()
+    for number in range(num_steps):
+        shown.metrics.on_step(make_plan(), output([0, 1]))
+        if number % 50 == 0:
+            assert shown.values()["motet_step_seconds_count", "decode"] == number + 1
+    for _ in range(2):
+        values = shown.values()
+        assert values["motet_step_seconds_count", "decode"] == num_steps
+        assert values["motet_step_tokens_total", "decode"] == 2 * num_steps
 
 
 def test_steps_are_counted_by_kind_with_rows_and_tokens() -> None:
