@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from motet import Client
 from motet.cli import exits
 from motet.cli.context import server_option
+from motet.cli.live.frame import frame, room_of
+from motet.cli.live.rates import rates_of
 from motet.cli.live.top import add_parser, run_top
 from motet.cli.main import main
+from rich.console import Console
 from rich.live import Live
 
 from tests.client.scripted_server import ScriptedServer
@@ -106,6 +110,39 @@ def test_what_began_between_two_looks_has_no_rate(busy: ScriptedServer, capsys: 
     assert lines_with(output, "new ")[0] == ["new", "0", "0", "-", "0"]
 
 
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 60)])
+@pytest.mark.parametrize("is_drained", [True, False])
+def test_a_frame_fits_into_a_terminal_with_whole_words(
+    busy: ScriptedServer, width: int, height: int, is_drained: bool
+) -> None:
+    status = busy.status
+    for number in range(40):
+        status.workers.add(worker_id=f"gpu-{number}", device="NVIDIA H100 80GB HBM3", resident_bytes=5 << 30)
+        status.active_adapters.add(adapter="long-" * 12 + f"{number:02}", digest=f"{number:064x}", num_running=1)
+        status.tenants.add(tenant=f"名前-{number}-" + "x" * 50, num_requests=1)
+    if not is_drained:
+        del status.drained_worker_ids[:]
+    screen = Live(console=Console(width=width, height=height, force_terminal=True), screen=True)
+    with Client(busy.target) as client:
+        seen = client.status()
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(frame(seen, rates_of(seen, seen, 1.0), room_of(screen)))
+    lines = captured.get().splitlines()
+    assert len(lines) <= height, "the tenants at the end are there"
+    headings = [line.split() for line in lines]
+    for first, others in {
+        "WORKER": ["RUNNING", "WAITING", "TOKENS/S"],
+        "ADAPTER": ["RUNNING", "WAITING"],
+        "TIER": ["ADAPTERS", "USED", "ROOM"],
+        "TENANT": ["REQUESTS", "QUEUED", "TOKENS", "TOKENS/S", "REJECTED"],
+    }.items():
+        (found,) = (words for words in headings if words[:1] == [first])
+        assert [word for word in others if word not in found] == []
+        assert not any("…" in word for word in found), "a heading is whole or left out"
+    assert ("PREFIX HITS" in captured.get()) == (width == 200)
+
+
 def test_a_terminal_shows_as_many_rows_as_fit(
     busy: ScriptedServer, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +156,7 @@ def test_a_terminal_shows_as_many_rows_as_fit(
     assert len(shown) == 2
     tables = {str(part.title): part for part in shown[0].renderables if hasattr(part, "title")}
     batch = tables["requests by adapter"]
-    assert 3 <= batch.row_count < 43
+    assert 1 <= batch.row_count < 43
     assert batch.caption == f"and {4 + 43 - batch.row_count} more"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from rich import box
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -16,8 +17,14 @@ from motet.types import ServerStatus
 from motet.v1.status import WorkerStatus
 
 BASE_MODEL = "(base model)"
-OTHER_LINES = 16  # of a frame: headings, totals and tiers
-MIN_ROWS = 3  # of each table, however small the terminal is
+OTHER_LINES = 17  # of a frame: titles, headings, counts of further rows, totals on two lines, tiers
+MIN_ROWS = 1  # of each table, however small the terminal is
+GAP = 2  # between two columns
+MIN_NAME = 8  # of the first column, however narrow the terminal is
+# What a narrow terminal does without, the first of them first.
+OPTIONAL_COLUMNS = (
+    *("*CACHED", "*PREFIX HITS", "*STEPS/S", "DEVICE", "DIGEST", "*OF THE BATCHES", "*MEMORY", "*STEP MS", "*ADAPTERS"),
+)
 DIGEST_CHARS = 12
 
 
@@ -31,23 +38,30 @@ def live_screen() -> Live:
     return Live(screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
 
-def rows_that_fit(screen: Live) -> int:
-    """Rows of each of the three tables that a terminal has room for."""
-    return max((screen.console.height - OTHER_LINES) // 3, MIN_ROWS)
+class Room(NamedTuple):
+    """What a frame may take."""
+
+    max_rows: int | None = None  # of each table; None: all
+    width: int | None = None  # characters; None: as many as there are
 
 
-def frame(status: ServerStatus, rates: Rates, *, max_rows: int | None) -> RenderableType:
-    """Everything that the caller may see, with at most so many rows in each table; None: all."""
+def room_of(screen: Live) -> Room:
+    """That of a terminal: so many rows for each of the three tables."""
+    return Room(max((screen.console.height - OTHER_LINES) // 3, MIN_ROWS), screen.console.width)
+
+
+def frame(status: ServerStatus, rates: Rates, room: Room) -> RenderableType:
+    """Everything that the caller may see and that there is room for."""
     if status.own_tenant_only:
         note = Text("Your credential shows your tenant only; the role admin shows workers and adapters.")
-        return Group(_head(status), _tenants(status, rates, max_rows), note)
+        return Group(_head(status), _tenants(status, rates, room), note)
     return Group(
         _head(status),
         _totals(status, rates),
-        _workers(status, rates, max_rows),
-        _batch(status, max_rows),
-        _tiers(status),
-        _tenants(status, rates, max_rows),
+        _workers(status, rates, room),
+        _batch(status, room),
+        _tiers(status, room),
+        _tenants(status, rates, room),
     )
 
 
@@ -69,12 +83,13 @@ def _totals(status: ServerStatus, rates: Rates) -> Text:
     )
 
 
-def _workers(status: ServerStatus, rates: Rates, max_rows: int | None) -> Table:
+def _workers(status: ServerStatus, rates: Rates, room: Room) -> Table:
     ranked = sorted(status.workers, key=lambda worker: (-_rate(rates, worker).num_tokens, worker.worker_id))
+    is_one_drained = any(worker.worker_id in status.drained_worker_ids for worker in ranked)
     rows = [
         (
             worker.worker_id,
-            "drained" if worker.worker_id in status.drained_worker_ids else "",
+            *(["drained" if worker.worker_id in status.drained_worker_ids else ""] if is_one_drained else []),
             worker.device,
             str(worker.num_running),
             str(worker.num_waiting),
@@ -91,7 +106,7 @@ def _workers(status: ServerStatus, rates: Rates, max_rows: int | None) -> Table:
     ]
     columns = (
         "WORKER",
-        "",
+        *([""] if is_one_drained else []),
         "DEVICE",
         "*RUNNING",
         "*WAITING",
@@ -101,14 +116,14 @@ def _workers(status: ServerStatus, rates: Rates, max_rows: int | None) -> Table:
         "*KV HELD",
         "*CACHED",
     )
-    return _table("workers", (*columns, "*PREFIX HITS", "*ADAPTERS", "*MEMORY"), rows, max_rows)
+    return _table("workers", (*columns, "*PREFIX HITS", "*ADAPTERS", "*MEMORY"), rows, room)
 
 
 def _rate(rates: Rates, worker: WorkerStatus) -> WorkerRates:
     return rates.workers.get(worker.worker_id, WorkerRates(0.0, 0.0))
 
 
-def _batch(status: ServerStatus, max_rows: int | None) -> Table:
+def _batch(status: ServerStatus, room: Room) -> Table:
     num_running = max(status.queues.num_running, 1)
     rows = [
         (
@@ -121,10 +136,10 @@ def _batch(status: ServerStatus, max_rows: int | None) -> Table:
         for each in status.active_adapters
     ]
     columns = ("ADAPTER", "DIGEST", "*RUNNING", "*OF THE BATCHES", "*WAITING")
-    return _table("requests by adapter", columns, rows, max_rows, num_others=status.num_other_active_adapters)
+    return _table("requests by adapter", columns, rows, room, num_others=status.num_other_active_adapters)
 
 
-def _tiers(status: ServerStatus) -> Table:
+def _tiers(status: ServerStatus, room: Room) -> Table:
     adapters, workers = status.adapters, status.workers
     state = "host cache" if adapters.host_cache_available else "host cache (not responding)"
     rows = [
@@ -143,10 +158,10 @@ def _tiers(status: ServerStatus) -> Table:
         ),
     ]
     title = f"adapters by tier, {adapters.num_registered} registered"
-    return _table(title, ("TIER", "*ADAPTERS", "*USED", "*ROOM"), rows, None)
+    return _table(title, ("TIER", "*ADAPTERS", "*USED", "*ROOM"), rows, room._replace(max_rows=None))
 
 
-def _tenants(status: ServerStatus, rates: Rates, max_rows: int | None) -> Table:
+def _tenants(status: ServerStatus, rates: Rates, room: Room) -> Table:
     ranked = sorted(status.tenants, key=lambda tenant: (-tenant.num_requests, tenant.tenant))
     rows = [
         (
@@ -159,23 +174,49 @@ def _tenants(status: ServerStatus, rates: Rates, max_rows: int | None) -> Table:
         for tenant in ranked
     ]
     columns = ("TENANT", "*REQUESTS", "*QUEUED TOKENS", "*TOKENS/S", "*REJECTED")
-    return _table("tenants", columns, rows, max_rows, num_others=status.num_other_tenants)
+    return _table("tenants", columns, rows, room, num_others=status.num_other_tenants)
 
 
 def _table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], max_rows: int | None, *, num_others: int = 0
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], room: Room, *, num_others: int = 0
 ) -> Table:
     """A table with the first rows. A column whose name begins with * is of numbers."""
-    shown = rows[:max_rows]
+    shown = rows[: room.max_rows]
     num_others += len(rows) - len(shown)
+    assert all(len(row) == len(columns) for row in rows), "a cell for each column"
+    if room.width is not None:
+        columns, shown = _fitted(columns, shown, room.width)
     caption = f"and {num_others} more" if num_others else None
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=None, pad_edge=False)
+    table.padding = (0, GAP, 0, 0)
     for column in columns:
         table.add_column(column.removeprefix("*"), justify="right" if column.startswith("*") else "left", no_wrap=True)
-    assert all(len(row) == len(columns) for row in rows), "a cell for each column"
     for row in shown:
         table.add_row(*map(Text, row))  # no markup: names come from clients
     return table
+
+
+def _fitted(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> tuple[list[str], list[Sequence[str]]]:
+    """Without the optional columns that there is no room for; if that is not enough, with shorter names."""
+    left = list(range(len(columns)))
+    widths = [
+        max(cell_len(cell) for cell in (name.removeprefix("*"), *(row[place] for row in rows)))
+        for place, name in enumerate(columns)
+    ]
+
+    def missing() -> int:
+        return sum(widths[place] + GAP for place in left) - GAP - width
+
+    for name in OPTIONAL_COLUMNS:
+        if missing() > 0 and name in columns:
+            left.remove(columns.index(name))
+    name_width = max(widths[0] - max(missing(), 0), MIN_NAME)
+    fitted = [
+        [row[0] if cell_len(row[0]) <= name_width else set_cell_size(row[0], name_width - 1) + "…"]
+        + [row[place] for place in left[1:]]
+        for row in rows
+    ]
+    return [columns[place] for place in left], list[Sequence[str]](fitted)
 
 
 def _share(part: int, whole: int) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]
-PLAIN_WIDTH = 160  # columns where the output is no terminal
+PLAIN_WIDTH = 500  # characters where the output is no terminal: no name is cut
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -51,7 +51,7 @@ def run_top(arguments: argparse.Namespace, *, clock: Clock = time.monotonic, sle
         if arguments.once or not sys.stdout.isatty():
             console = frame.plain_console(PLAIN_WIDTH)
             for status, rates in looks:
-                console.print(frame.frame(status, rates, max_rows=None))
+                console.print(frame.frame(status, rates, frame.Room()))
                 if arguments.once:
                     break
         else:
@@ -71,4 +71,4 @@ def _looks(client: Client, interval_s: float, clock: Clock, sleep: Sleep) -> Ite
 def _show_live(frame: Any, looks: Iterator[tuple[ServerStatus, Rates]]) -> None:
     with frame.live_screen() as screen:
         for status, rates in looks:
-            screen.update(frame.frame(status, rates, max_rows=frame.rows_that_fit(screen)), refresh=True)
+            screen.update(frame.frame(status, rates, frame.room_of(screen)), refresh=True)
