@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -115,9 +114,10 @@ class WorkerMetrics:
         num_failed, num_waiting = len(output.failed_rows), len(output.waiting_rows)
         num_decoded = len(output.rows) + num_failed + num_waiting
         if num_prefills:
-            ended = np.concatenate([output.rows, output.failed_rows, output.waiting_rows])
-            num_decoded -= int(np.isin(ended, plan.prefills[:, 0]).sum())
-            num_prefill_tokens = int(plan.prefills[:, 1].sum())
+            rows, tokens = zip(*plan.prefills.tolist(), strict=True)
+            prefilled, num_prefill_tokens = set(rows), sum(tokens)
+            for ended in (output.rows, output.failed_rows, output.waiting_rows):
+                num_decoded -= len(prefilled.intersection(ended.tolist()))
         self._uncounted.append(
             _Step(
                 output.step_time_us,

@@ -1,4 +1,8 @@
-"""What is counted as requests end: times, tokens, reasons, adapters and tenants. Nothing is counted for each token."""
+"""What is counted of requests that ended: times, tokens, reasons, adapters, tenants. Nothing is counted for each token.
+
+Requests are counted together: about 20 calls into the library take four times as long where each of them comes alone
+between other work, out of the caches of the processor.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from control_plane.observers.ended_request import EndedRequest
 
 MAX_LABELS = 64  # adapters, and tenants, with series of their own
 IDLE_S = 600.0
+REQUESTS_AT_ONCE = 32  # counted together, unless a page is read before
 BASE_MODEL = "_base"
 
 # Those that OpenTelemetry's conventions for generative models recommend for these three, seconds.
@@ -31,6 +36,7 @@ class RequestMetrics:
     is_on = True
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._uncounted: list[EndedRequest] = []
         self._finished = Counter(
             "motet_requests_finished",
             "Completions by how they ended, and requests by the error.",
@@ -79,7 +85,18 @@ class RequestMetrics:
         self._by_tenant = _ByLabel("tenant", registry, clock)
 
     def ended(self, request: EndedRequest) -> None:
-        """Count one."""
+        """Count one, at the latest with the next page."""
+        self._uncounted.append(request)
+        if len(self._uncounted) >= REQUESTS_AT_ONCE:
+            self.count()
+
+    def count(self) -> None:
+        """Count those that ended and are not counted yet: to be called before a page is made."""
+        for request in self._uncounted:
+            self._count(request)
+        self._uncounted.clear()
+
+    def _count(self, request: EndedRequest) -> None:
         for reason in request.reasons:
             self._finished.labels(reason).inc()
         if request.queue_s is not None:

@@ -32,9 +32,10 @@ class ControlPlaneMetrics:
         """`address`: HOST:PORT to listen on; None: nowhere. `spans` learns of requests, too."""
         self._address = address
         self._registry = new_registry()
-        counted: list[Observer] = [] if address is None else [RequestMetrics(self._registry)]
+        self._counted = None if address is None else RequestMetrics(self._registry)
         self.timings: Timings = NO_TIMINGS if address is None else TierMetrics(self._registry)
-        self.requests: Observer = Observers(RequestLog(), *counted, *([] if spans is None else [spans]))
+        observers: list[Observer | None] = [RequestLog(), self._counted, spans]
+        self.requests: Observer = Observers(*(each for each in observers if each is not None))
 
     def counting(self, on_refused: OnRefused) -> OnRefused:
         """What counts an error before it is handed on."""
@@ -55,9 +56,15 @@ class ControlPlaneMetrics:
         gate: DrainGate,
     ) -> None:
         """Listen, until `stack` ends. Raises ValueError if the address cannot be listened on."""
-        if self._address is None:
+        if self._address is None or self._counted is None:
             return
-        pages = Pages(self._registry, lambda: snapshot(status, registry, weights, fleet), asyncio.get_running_loop())
+        counted = self._counted
+
+        def take() -> Snapshot:
+            counted.count()
+            return snapshot(status, registry, weights, fleet)
+
+        pages = Pages(self._registry, take, asyncio.get_running_loop())
         open_port(self._address, pages, is_ready(fleet, gate), stack)
 
 

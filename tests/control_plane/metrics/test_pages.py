@@ -58,9 +58,13 @@ class Shown:
         self.requests = RequestMetrics(registry)
         self.snapshot = SNAPSHOT
         self.is_ready = True
-        pages = Pages(registry, lambda: self.snapshot, asyncio.get_running_loop(), wall_clock=lambda: 1000.0)
+        pages = Pages(registry, self._take, asyncio.get_running_loop(), wall_clock=lambda: 1000.0)
         self._port = MetricsPort("127.0.0.1:0", pages.render, lambda: self.is_ready)
         self._port.start()
+
+    def _take(self) -> Snapshot:
+        self.requests.count()
+        return self.snapshot
 
     async def get(self, path: str, accept: str = "") -> tuple[int, str, str]:
         """Status, content type and text."""
