@@ -1,6 +1,6 @@
 """`--config FILE`: settings of every part in one TOML file. A flag wins over the environment, and that over the file.
 
-    [common]                # flags that control plane and worker both have
+    [common]                # flags that control plane and worker both have; the gateway takes those that it has, too
     model = "/models/base"
 
     [control-plane]         # also [worker] and [gateway]; [up] has `http`
@@ -25,7 +25,6 @@ from contract.settings.flags import Flag, flag_of, flags_of, groups_of, type_of,
 
 FLAG = "--config"
 COMMON, CONTROL_PLANE, WORKER, GATEWAY, UP = "common", "control-plane", "worker", "gateway", "up"
-_SHARING = (CONTROL_PLANE, WORKER)  # the parts that read [common]
 UP_KEYS = ("http",)
 
 Tables = Mapping[str, Mapping[str, Any]]
@@ -70,10 +69,12 @@ def variables(path: Path, part: str, config_class: type[Any]) -> dict[str, str]:
     tables = read(path)
     known = _flags(config_class)
     found: dict[str, str] = {}
-    for table in [COMMON, part] if part in _SHARING else [part]:
+    for table in (COMMON, part):
         for key, value in tables.get(table, {}).items():
             place = f"{path}: [{table}] {key}"
             if (flag := known.get(key)) is None:
+                if table == COMMON and part == GATEWAY:  # the two others check it
+                    continue
                 raise ConfigFileError(f"{place}: is not a flag of the {part.replace('-', ' ')}; {_advice(key, known)}")
             found[variable_of(f"--{key}")] = _text(value, *flag, place)
     return found

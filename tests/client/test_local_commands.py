@@ -71,7 +71,7 @@ def test_a_part_that_is_not_installed_here_is_left_out(
     assert main(["config", "check", str(path)]) == exits.OK
     shown = capsys.readouterr()
     assert "control-plane: ok" in shown.out and "worker: not checked: " in shown.err
-    monkeypatch.setattr(server_parts, "load", partial(load, ("data_plane", "control_plane")))
+    monkeypatch.setattr(server_parts, "load", partial(load, ("data_plane", "control_plane", "gateway")))
     assert main(["config", "check", str(path)]) == exits.FAILED
 
 

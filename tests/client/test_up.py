@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -19,6 +20,8 @@ from motet import InvalidArgument
 from motet.cli import server_parts
 from motet.cli.supervisor import FIRST_RESTART_S, STEADY_S, Supervisor, describe
 from motet.cli.up import Side, run_up
+
+from tests.control_plane.server_processes import checkpoint
 
 # Each stand-in writes what happens to it into the file events, one word a line.
 CONTROL = """
@@ -305,6 +308,45 @@ def test_flags_reach_the_side_that_knows_them(stage: Stage) -> None:
 def test_checkpoint_may_be_the_first_word(stage: Stage) -> None:
     assert run_up(["m", "--listen", "127.0.0.1:0"], sides=sides(stage)) == 1
     assert stage.reported()[0][2:] == ["--model", "m", "--listen", "127.0.0.1:0"]
+
+
+@pytest.mark.parametrize("flags", [["--log-format", "json", "--log-level=debug"], ["--log-level", "warning"], []])
+def test_flags_of_the_log_reach_the_gateway_too(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    class Started(Supervisor):
+        def __init__(self, **settings: Any) -> None:
+            started.append(settings)
+            super().__init__(**settings)
+
+        async def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr("motet.cli.supervisor.Supervisor", Started)
+    assert run_up([str(checkpoint(tmp_path / "model")), "--http", "127.0.0.1:0", *flags]) == 0
+    [settings] = started
+    gateway = settings["gateway_command"]("127.0.0.1:1")
+    assert gateway[len(gateway) - len(flags) :] == flags
+    for command in (settings["control_command"], settings["worker_command"]("127.0.0.1:2")):
+        assert command[len(command) - len(flags) :] == flags
+    assert settings["log_format"] == ("json" if "json" in flags else "text")
+
+
+async def test_its_own_lines_are_json_where_those_of_the_parts_are(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = asyncio.create_task(stage.supervisor(log_format="json").run())
+    await when_printed(capsys, "motet ready")
+    os.kill(stage.pids("worker-started")[0], signal.SIGKILL)
+    said = await when_printed(capsys, "the worker ended with SIGKILL")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 30) == 0
+    said += capsys.readouterr().err
+    lines = [json.loads(line) for line in said.splitlines() if not line.startswith("motet ready")]
+    assert {line["process"] for line in lines} == {"motet up"}
+    assert lines[-1]["message"] == "stopping; once more to stop at once"
 
 
 @pytest.mark.parametrize("flags", [["--model", "n"], ["--model=n"]])

@@ -87,7 +87,22 @@ def test_the_file_may_be_named_by_the_environment_and_a_flag_wins(tmp_path: Path
 def test_a_part_reads_its_own_table_and_the_common_one(tmp_path: Path) -> None:
     path = written(tmp_path, '[common]\nmodel = "m"\n[worker]\nnum-things = 7\n[control-plane]\nnum-things = 8\n')
     assert [parsed(path, part=part).num_things for part in ("worker", "control-plane")] == [7, 8]
-    assert parsed(path, "--model", "g", part="gateway").num_things == 3, "the gateway does not read [common]"
+    assert parsed(path, part="gateway").num_things == 3, "of another table it reads nothing"
+
+
+def test_the_gateway_takes_of_the_common_table_what_it_has(tmp_path: Path) -> None:
+    path = written(tmp_path, '[common]\nmodel = "m"\nnum-things = 6\nthreads = 2\n[gateway]\ndepth = 2.5\n')
+    gateway = parsed(path, part="gateway")
+    assert (gateway.num_things, gateway.inner.depth) == (6, 2.5)
+    for part in ("control-plane", "worker"):
+        with pytest.raises(ConfigFileError, match=r"\[common\] threads: is not a flag"):
+            parsed(path, part=part)
+    path = written(tmp_path, '[common]\nmodel = "m"\nnum-things = "many"\n')
+    with pytest.raises(ConfigFileError, match=r"\[common\] num-things: "):
+        parsed(path, part="gateway")
+    path = written(tmp_path, '[common]\nmodel = "m"\n[gateway]\nthreads = 2\n')
+    with pytest.raises(ConfigFileError, match=r"\[gateway\] threads: is not a flag"):
+        parsed(path, part="gateway")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Runs a control plane, one worker and an HTTP gateway if wanted as child processes and never leaves one behind.
 
 Worker and gateway are started again when they die; the end of the control plane is the end of everything. The children
-tell by one line on standard output that they are ready; their logs go straight to standard error.
+tell by one line on standard output that they are ready; their logs go straight to standard error, and this process
+writes what it does beside them, in the same form.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import re
 import signal
@@ -17,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from contract.json_log import JsonFormatter
 from contract.ready_lines import CONTROL_PLANE_READY, GATEWAY_READY, WORKER_READY
 from motet.command_line import WRONG_COMMAND_LINE
 
@@ -117,6 +120,7 @@ class Supervisor:
         drain_timeout_s: float,
         gateway_command: Callable[[str], Sequence[str]] | None = None,  # given the address of the control plane
         worker_stop_s: float = WORKER_STOP_S,
+        log_format: str = "text",
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -126,6 +130,7 @@ class Supervisor:
         self._environment = environment
         self._drain_timeout_s = drain_timeout_s
         self._worker_stop_s = worker_stop_s
+        self._json = JsonFormatter("motet up") if log_format == "json" else None
         self._sleep = sleep
         self._clock = clock
         self._children: dict[str, _Child] = {}  # by name, the latest of each
@@ -158,7 +163,7 @@ class Supervisor:
             await asyncio.gather(work, stop, return_exceptions=True)
             await self._stop_children()
             if failure is not None:  # last, below what the other child said when it was stopped
-                _log(str(failure))
+                self._log(str(failure))
             for number in signals:
                 loop.remove_signal_handler(number)
 
@@ -168,7 +173,7 @@ class Supervisor:
             for child in self._children.values():
                 child.kill()
         else:
-            _log("stopping; once more to stop at once")
+            self._log("stopping; once more to stop at once")
             self._stop_requested.set()
 
     async def _run_all(self) -> None:
@@ -181,13 +186,13 @@ class Supervisor:
             if is_first:
                 print(f"motet ready: clients at {clients}, worker {worker_id} attached to {workers}", flush=True)
             else:
-                _log(f"worker {worker_id} attached again")
+                self._log(f"worker {worker_id} attached again")
 
         def gateway_ready(match: re.Match[str], *, is_first: bool) -> None:
             if is_first:
                 print(f"motet ready: HTTP at {match['listen']}", flush=True)
             else:
-                _log(f"the gateway is at {match['listen']} again")
+                self._log(f"the gateway is at {match['listen']} again")
 
         keeping = [self._keep(_WORKER, self._worker_command(workers), WORKER_READY, worker_ready)]
         if self._gateway_command is not None:
@@ -224,7 +229,7 @@ class Supervisor:
             code = await child.wait()
             if ready_s is not None and self._clock() - ready_s >= STEADY_S:
                 delay_s = FIRST_RESTART_S
-            _log(f"the {name} ended with {describe(code)}; starting it again in {delay_s:g} s")
+            self._log(f"the {name} ended with {describe(code)}; starting it again in {delay_s:g} s")
             await self._sleep(delay_s)
             delay_s = min(delay_s * 2, MAX_RESTART_S)
 
@@ -240,6 +245,14 @@ class Supervisor:
         )
         self._children[name] = child = _Child(name, process, pattern)
         return child
+
+    def _log(self, text: str) -> None:
+        """One line about a child, and no other one: no part of `text` is a client's."""
+        line = f"motet up: {text}"
+        if self._json is not None:
+            record = {"name": "motet.up", "levelno": logging.INFO, "levelname": "INFO", "msg": text}
+            line = self._json.format(logging.makeLogRecord(record))
+        print(line, file=sys.stderr, flush=True)
 
     async def _stop_children(self) -> None:
         """The gateway first, whose requests finish; then the control plane, whose streams finish on the worker."""
@@ -274,7 +287,3 @@ def _reachable(address: str) -> str:
     """An address to dial for one that is listened on: any interface becomes the loopback one."""
     host, _, port = address.rpartition(":")
     return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}"}.get(host, address)
-
-
-def _log(text: str) -> None:
-    print(f"motet up: {text}", file=sys.stderr, flush=True)

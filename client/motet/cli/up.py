@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ _MODEL_FLAG = "--model"
 _HTTP_FLAG = "--http"
 _HTTP_PROCESSES_FLAG = "--http-processes"
 _HTTP_ADDRESS = "127.0.0.1:8000"
+_LOG_FLAGS = ("--log-level", "--log-format")  # of all three parts
 _DEFAULT_DRAIN_TIMEOUT_S = 30.0
 _DESCRIPTION = (
     "Run a control plane, one worker and with --http a gateway on this machine, until Ctrl-C. "
@@ -93,9 +94,11 @@ def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> in
             parser.refuse(mistake)
     drain_timeout_s = float(getattr(arguments, "drain_timeout_s", _DEFAULT_DRAIN_TIMEOUT_S))
     gateway_flags = _gateway_flags(arguments, parser, drain_timeout_s)
+    if gateway_flags is not None:
+        gateway_flags += _argv_of(_LOG_FLAGS, argv)
     from motet.cli.supervisor import Supervisor  # needs the checkout, as the two sides do
 
-    control_argv, worker_argv = _argv_of(control, argv), _argv_of(worker, argv)
+    control_argv, worker_argv = _argv_of(control.declared, argv), _argv_of(worker.declared, argv)
     supervisor = Supervisor(
         control_command=[*control_side.command, *control_argv],
         worker_command=lambda address: [*worker_side.command, _OWN_FLAG, address, *worker_argv],
@@ -104,6 +107,7 @@ def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> in
         else lambda address: [sys.executable, "-m", "gateway", "--server", address, *gateway_flags],
         environment=server_parts.child_environment(),
         drain_timeout_s=drain_timeout_s,
+        log_format=getattr(arguments, "log_format", "text"),
     )
     return asyncio.run(supervisor.run())
 
@@ -188,8 +192,8 @@ def _with_model_flag(argv: Sequence[str]) -> Sequence[str]:
     return [_MODEL_FLAG, *argv]
 
 
-def _argv_of(flags: _Flags, argv: Sequence[str]) -> list[str]:
-    """The part of a checked command line that one side understands.
+def _argv_of(flags: Container[str], argv: Sequence[str]) -> list[str]:
+    """The part of a checked command line that one side understands, which has these flags.
 
     Worked example: ["--model", "m", "--listen=:1"] gives ["--model", "m"] for a side without --listen.
     """
@@ -198,7 +202,7 @@ def _argv_of(flags: _Flags, argv: Sequence[str]) -> list[str]:
     for item in argv:
         # No positional argument is left: what is no flag is the value of the flag before it.
         if item.startswith("--"):
-            is_mine = item.partition("=")[0] in flags.declared
+            is_mine = item.partition("=")[0] in flags
         if is_mine:
             mine.append(item)
     return mine

@@ -42,8 +42,7 @@ def _check(arguments: argparse.Namespace) -> int:
     shared = bool(tables.get(config_file.COMMON))
     code, num_checked, num_missing = exits.OK, 0, 0
     for table, module in _MODULE_BY_TABLE.items():
-        is_read = table in tables or (shared and table != config_file.GATEWAY)
-        if not is_read:
+        if not shared and table not in tables:
             print(f"{table}: no settings in {path}")
             continue
         try:
