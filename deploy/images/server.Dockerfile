@@ -5,7 +5,7 @@ ARG PYTHON=3.12-slim-bookworm
 FROM python:${PYTHON} AS build
 COPY constraints.txt dist/*.whl /dist/
 RUN python -m venv /opt/motet \
-    && /opt/motet/bin/pip install --no-cache-dir --find-links /dist -c /dist/constraints.txt "motet[server,tracing]"
+    && /opt/motet/bin/pip install --no-cache-dir --find-links /dist -c /dist/constraints.txt "motet[server,tracing,top]"
 
 FROM python:${PYTHON}
 COPY --from=build /opt/motet /opt/motet
