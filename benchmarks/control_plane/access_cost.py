@@ -1,15 +1,14 @@
-"""What authentication and the audit log, or metrics, cost the control plane: client_streams with and without.
+"""What authentication and the audit log cost the control plane: client_streams with and without.
 
-`python -m benchmarks.control_plane.access_cost` runs two control planes, one with API keys and an audit log (with
-`--of metrics`: one with a port for metrics, which is scraped every SCRAPE_S), and gives them the same load in turn.
-Prints one JSON object, and exits with 1 where a limit of LIMITS is missed. The machine may be busy: what counts is
-the CPU time of the control plane's process, and of that the median ratio of two rounds that follow each other. Two
-processes of one command differ by several percent, so the pair is started anew `--pairs` times, and the result is the
-geometric mean over the pairs with its 95% confidence interval. Both processes of a pair have the same hash seed and
-no random addresses, which makes them more equal. `--keep FILE` adds the pairs to those of earlier runs, so that a
-machine with other work can be borrowed for short pieces. `--null` turns nothing on in either. The key check alone, in
-this process, shows what a ratio near 1 cannot. For authentication and the audit log `access_switch` is more exact: it
-turns both on and off in one process.
+`python -m benchmarks.control_plane.access_cost` runs two control planes, one with API keys and an audit log, and gives
+them the same load in turn. Prints one JSON object, and exits with 1 where a limit is missed. The machine may be busy:
+what counts is the CPU time of the control plane's process, and of that the median ratio of two rounds that follow each
+other. Two processes of one command differ by several percent, so the pair is started anew `--pairs` times, and the
+result is the geometric mean over the pairs with its 95% confidence interval. Both processes of a pair have the same
+hash seed and no random addresses, which makes them more equal. `--keep FILE` adds the pairs to those of earlier runs,
+so that a machine with other work can be borrowed for short pieces. `--null` turns nothing on in either. The key check
+alone, in this process, shows what a ratio near 1 cannot. `access_switch` is more
+exact: it turns both on and off in one process.
 """
 
 from __future__ import annotations
@@ -21,13 +20,10 @@ import hashlib
 import json
 import math
 import secrets
-import socket
 import statistics
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +34,6 @@ import psutil
 import uvloop
 from motet.uploads import AdapterUpload
 from motet.v1 import adapters_pb2_grpc
-from prometheus_client import CollectorRegistry
 
 from benchmarks.control_plane.client_streams import Metadata, measure
 from benchmarks.serving.checkpoints import make_adapters, make_base
@@ -46,15 +41,12 @@ from benchmarks.system import ROOT, System
 from control_plane.access.authentication.api_keys import ApiKeys
 from control_plane.access.authenticator import Authenticator
 from control_plane.api.rpc.callers import Callers
-from control_plane.metrics.request_metrics import RequestMetrics
-from control_plane.observers.ended_request import EndedRequest
 
 NUM_KEYS = 1000
 GENERATE = "/motet.v1.GenerationService/Generate"
 Rounds = dict[bool, list[dict[str, float]]]  # with (True) and without
-LIMITS = {"access": 1.03, "metrics": 1.01}  # of the CPU time per token
+MAX_RATIO = 1.03  # of the CPU time per token
 MAX_KEY_CHECK_US = 20.0
-SCRAPE_S = 5.0  # three times as often as Prometheus does by default
 ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
 # Two-sided 95% quantiles of Student's t by degrees of freedom; beyond the last one the error is below 1%.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
@@ -108,33 +100,6 @@ def write_keys(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def scraping(address: str | None) -> Iterator[None]:
-    """Read the metrics at HOST:PORT now and then, as Prometheus does; None: nobody does."""
-    ended = threading.Event()
-
-    def scrape() -> None:
-        while not ended.wait(SCRAPE_S):
-            with urllib.request.urlopen(f"http://{address}/metrics") as response:
-                response.read()
-
-    thread = threading.Thread(target=scrape)
-    if address is not None:
-        thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        if address is not None:
-            thread.join()
-
-
-def _free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-@contextlib.contextmanager
 def serving(
     work_dir: Path, args: argparse.Namespace, *, is_guarded: bool, command: Sequence[str] = ("-m", "control_plane")
 ) -> Iterator[Served]:
@@ -142,10 +107,7 @@ def serving(
     work_dir.mkdir()
     cache = ROOT / ".motet" / "bench"
     flags, metadata = ["--max-streams-per-connection", "4096", "--log-level", "warning"], Metadata()
-    scraped = _free_address() if is_guarded and args.of == "metrics" else None
-    if scraped is not None:
-        flags += ["--metrics-listen", scraped]
-    elif is_guarded:
+    if is_guarded:
         key = write_keys(work_dir / "keys.json")
         flags += ["--api-keys", str(work_dir / "keys.json"), "--audit-log", str(work_dir / "audit.jsonl")]
         metadata = (("authorization", f"Bearer {key}"),)
@@ -158,8 +120,7 @@ def serving(
             stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
             for name, directory in zip(names, make_adapters("tiny", args.adapters, cache), strict=True):
                 stub.UploadAdapter(AdapterUpload(name, directory).messages(), metadata=metadata)
-        with scraping(scraped):
-            yield Served(system, psutil.Process(system.control_plane.pid), metadata, names)
+        yield Served(system, psutil.Process(system.control_plane.pid), metadata, names)
 
 
 class _Context:
@@ -195,34 +156,9 @@ def key_check_us(work_dir: Path, *, num_calls: int = 20_000, num_rounds: int = 9
     return medians
 
 
-def counted_request_us(*, num_calls: int = 20_000, num_rounds: int = 9) -> float:
-    """CPU time of counting one request that ends, with a label of its own, median."""
-    metrics = RequestMetrics(CollectorRegistry())
-    ended = EndedRequest(
-        tenant="bench",
-        adapters=["bench-0"],
-        reasons=["length"],
-        num_prompt_tokens=16,
-        num_cached_tokens=0,
-        num_generated_tokens=128,
-        queue_s=0.001,
-        adapter_wait_s=0.0,
-        first_token_s=0.05,
-        total_s=1.0,
-    )
-    rounds = []
-    for _ in range(num_rounds):
-        began_s = time.process_time()
-        for _ in range(num_calls):
-            metrics.ended(ended)
-        rounds.append((time.process_time() - began_s) / num_calls * 1e6)
-    return statistics.median(rounds)
-
-
 def main() -> int:
     """Measure as the flags say and print JSON; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--of", choices=sorted(LIMITS), default="access", help="what is measured (default access)")
     parser.add_argument("--streams", type=int, default=256, help="concurrent streams, a count (default 256)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each stream (default 128)")
     parser.add_argument("--adapters", type=int, default=16, help="adapters beside the base model (default 16)")
@@ -250,7 +186,6 @@ def main() -> int:
     ratio, error = _mean(ratios)
     low, high = _interval(ratios)
     report = {
-        "of": args.of,
         "streams": args.streams,
         "tokens": args.tokens,
         "without": _rounded(medians[False]),
@@ -259,14 +194,13 @@ def main() -> int:
         "cpu_per_token_ratio_error": round(error, 4),
         "cpu_per_token_ratio_95": [round(low, 4), round(high, 4)],
         "throughput_ratio": round(_mean([_ratio(pair, "tokens_per_s") for pair in pairs])[0], 4),
-        "counted_request_us": round(counted_request_us(), 2),
         "caller_us": _rounded(checks),
         "key_check_us": round(checks["with"] - checks["without"], 2),
         "key_check_share": round((checks["with"] - checks["without"]) / medians[False]["cpu_us_per_request"], 5),
         "pairs": [round(one, 4) for one in ratios],
     }
     print(json.dumps(report, indent=1))
-    return int(ratio > LIMITS[args.of] or checks["with"] > MAX_KEY_CHECK_US)
+    return int(ratio > MAX_RATIO or checks["with"] > MAX_KEY_CHECK_US)
 
 
 def _pair(work_dir: Path, args: argparse.Namespace, number: int) -> Rounds:
