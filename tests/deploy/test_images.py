@@ -78,7 +78,7 @@ def test_what_is_copied_is_in_the_context_or_in_the_first_stage(file: Path, dist
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_wheels_satisfy_what_pip_is_told_to_install(file: Path, dist: Path) -> None:
+def test_the_wheels_satisfy_what_pip_is_to_install(file: Path, dist: Path) -> None:
     """pip resolves the step's own words, with the built wheels and what is installed here; nothing is fetched.
 
     An extra that a wheel does not have, or a version that the constraints forbid, fails.
