@@ -6,6 +6,7 @@ import importlib.util
 from functools import cache
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -64,3 +65,19 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_all(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+    """The arrays on the device by one copy; the tensors share no memory with them.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
+    """
+    places = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()
+    packed = np.zeros(places[-1], dtype=np.uint8)
+    for place, array in zip(places, arrays, strict=False):
+        packed[place : place + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    there = upload(packed, device)
+    return [
+        there[place : place + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for place, array in zip(places, arrays, strict=False)
+    ]

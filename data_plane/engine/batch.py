@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from data_plane.adapters.step.further_columns import FurtherColumns
+from data_plane.engine.device.device_rows import DeviceRows
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.engine.sampling.logprobs import LogprobsRequest
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, PooledRow, RowLogprobs, no_rows
-from kernels.devices import upload
+from kernels.devices import upload_all
 from kernels.paged_attention import AttentionBatch
 
 
@@ -54,6 +55,7 @@ class StepBatch:
     further: FurtherColumns | None  # of tokens with several adapters
     kept_further: FurtherColumns | None  # of those in `kept`
     sampled_rows: Int64Array  # [n] rows that sample, in the step's order
+    sampled_there: torch.Tensor  # int64 [n] the same on the device
     pooled_rows: Int64Array  # [n] rows that return a vector, in the step's order
     ended_rows: Int64Array  # [n] both, in the step's order
     written_blocks: Int64Array  # blocks that get a token's KV
@@ -72,12 +74,14 @@ def build_batch(
     num_prompt_logprobs: Int64Array,
     is_pooling: BoolArray,
     drafts: Drafts | None = None,
+    device_rows: DeviceRows | None = None,
 ) -> StepBatch | None:
     """The pass that the decoding rows and the prefills (row, number of tokens) make, None if it has no token.
 
     last_tokens int64 [max_rows] on the device holds what each row feeds next; num_prompt_logprobs [max_rows] is -1 for
     rows that want none; is_pooling [max_rows] marks the rows that return vectors. `drafts` are of the decoding rows, in
-    a pass without prefills. Raises PlanRefused where a row lacks blocks, or two tokens have one KV position.
+    a pass without prefills. `device_rows`: where the device keeps block tables; None: attention reads those of the
+    host. Raises PlanRefused where a row lacks blocks, or two tokens have one KV position.
     """
     prefilled = prefills[:, 0].astype(np.int64)
     step_rows = np.concatenate([decoding, prefilled])
@@ -114,30 +118,44 @@ def build_batch(
     of_rows, query_start, context_lens = step_rows, start, ends
     if drafts is not None:
         of_rows, query_start, context_lens = _one_by_one(token_rows, positions)
-    num_table_blocks = int(-(-ends.max() // rows.block_size))
+    fed = (decoding, _known(rows, prefills)) if drafts is None else (decoding, *_with_drafts(drafts, start))
+    position_ids, kv_positions_there, kept_there, sampled_there, *fed_there = upload_all(
+        device, positions, kv_positions, kept, sampled_rows, *fed
+    )
     return StepBatch(
         rows=step_rows,
         num_tokens=counts,
         starts=start[:-1],
-        input_ids=_input_ids(rows, prefills, decoding, last_tokens)
-        if drafts is None
-        else _with_drafts(drafts, start, decoding, last_tokens),
-        position_ids=upload(positions, device),
-        kv_positions=upload(kv_positions, device),
-        attention=AttentionBatch.build(
-            torch.from_numpy(rows.block_table[of_rows, :num_table_blocks]), query_start.tolist(), context_lens.tolist()
-        ),
+        input_ids=_input_ids(last_tokens, *fed_there),
+        position_ids=position_ids,
+        kv_positions=kv_positions_there,
+        attention=_attention(rows, of_rows, query_start, context_lens, device_rows),
         token_slots=torch.from_numpy(token_slots),
         slots=np.unique(every[every >= 0]).tolist(),
         kept_slots=torch.from_numpy(token_slots[kept]),
         further=further,
         kept_further=None if further is None else further.take(kept),
         sampled_rows=sampled_rows,
+        sampled_there=sampled_there,
         pooled_rows=step_rows[is_ending & is_pooling[step_rows]],
         ended_rows=step_rows[is_ending],
         written_blocks=kv_positions // rows.block_size,
-        kept=upload(kept, device),
+        kept=kept_there,
         prompt_requests=prompt_requests,
+    )
+
+
+def _attention(
+    rows: Rows, of_rows: Int64Array, query_start: Int64Array, context_lens: Int64Array, device_rows: DeviceRows | None
+) -> AttentionBatch:
+    """Sequences over the blocks of the rows `of_rows`, which may name a row several times."""
+    num_blocks = int(-(-context_lens.max() // rows.block_size))
+    return AttentionBatch.build(
+        torch.from_numpy(rows.block_table[of_rows, :num_blocks]),
+        query_start.tolist(),
+        context_lens.tolist(),
+        device_tables=None if device_rows is None else device_rows.tables_of(np.unique(of_rows)),
+        table_rows=None if device_rows is None else of_rows.astype(np.int32),
     )
 
 
@@ -163,30 +181,34 @@ def split_prefills(
     return pieces, left
 
 
-def _input_ids(rows: Rows, prefills: Int32Array, decoding: Int64Array, last_tokens: torch.Tensor) -> torch.Tensor:
-    """Fed-back tokens of the decoding rows, then the prefills' known tokens."""
-    fed_back = last_tokens[upload(decoding, last_tokens.device)]
-    if len(prefills) == 0:
-        return fed_back
-    chunks = []
+def _known(rows: Rows, prefills: Int32Array) -> Int64Array:
+    """The tokens of the prefills."""
+    chunks = [np.zeros(0, dtype=np.int32)]
     for row, count in prefills.tolist():
         begin = int(rows.num_computed[row])
         chunks.append(rows.token_ids[row][begin : begin + count])
-    known = upload(np.concatenate(chunks).astype(np.int64), last_tokens.device)
-    return torch.cat([fed_back, known])
+    return np.concatenate(chunks).astype(np.int64)
 
 
-def _with_drafts(drafts: Drafts, start: Int64Array, decoding: Int64Array, last_tokens: torch.Tensor) -> torch.Tensor:
-    """The fed-back token of each decoding row, and its drafts behind it."""
+def _with_drafts(drafts: Drafts, start: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The tokens of a pass with drafts. Those of the rows themselves are 0: the device knows them; and their places."""
     first = start[:-1]
     token_ids = np.zeros(int(start[-1]), dtype=np.int64)
     is_draft = np.ones(len(token_ids), dtype=np.bool_)
     is_draft[first] = False
     token_ids[is_draft] = drafts.token_ids
-    device = last_tokens.device
-    input_ids = upload(token_ids, device)
-    input_ids[upload(first, device)] = last_tokens[upload(decoding, device)]
-    return input_ids
+    return token_ids, first
+
+
+def _input_ids(
+    last_tokens: torch.Tensor, decoding: torch.Tensor, known: torch.Tensor, first: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Fed-back tokens of the decoding rows, then the known ones; with `first`, at these places among the known ones."""
+    fed_back = last_tokens[decoding]
+    if first is None:
+        return torch.cat([fed_back, known]) if len(known) else fed_back
+    known[first] = fed_back
+    return known
 
 
 def _one_by_one(token_rows: Int64Array, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:

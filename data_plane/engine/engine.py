@@ -177,7 +177,7 @@ class TorchEngine:
         sampled = batch.sampled_rows
         with span("sample"):
             tokens, finite, _ = self._draws.draw(logits, sampled, None)
-            self._last_tokens[upload(sampled, tokens.device)] = tokens
+            self._last_tokens[batch.sampled_there] = tokens
             copy = self._copies.start(tokens, finite)
         return self._under_way.begin(plan.step_id, sampled, copy, moved=self._take_moved(), started_s=started_s)
 
@@ -348,6 +348,7 @@ class TorchEngine:
                 num_prompt_logprobs=self._sampler.num_prompt_logprobs,
                 is_pooling=self._pooler.is_pooling,
                 drafts=drafts,
+                device_rows=self._device_rows if self._decodes_on_device else None,
             )
 
     def _forward(self, batch: StepBatch) -> tuple[torch.Tensor, list[PooledRow]]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.buckets import bucket
-from kernels.devices import upload
+from kernels.devices import upload_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +151,6 @@ def _fill(pairs: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int32]:
     filled = np.full((count, 2), -1, dtype=np.int32)
     filled[: len(pairs)] = pairs
     return filled
-
-
-def upload_all(device: torch.device, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
-    """The arrays on the device by one copy.
-
-    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
-    """
-    places = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)]).tolist()
-    packed = np.zeros(places[-1], dtype=np.int32)
-    for place, array in zip(places, arrays, strict=False):
-        packed[place : place + array.size] = array.reshape(-1)
-    there = upload(packed, device)
-    return [there[place : place + array.size].view(array.shape) for place, array in zip(places, arrays, strict=False)]
 
 
 def empty_parts(device: torch.device, *sizes: int) -> list[torch.Tensor]:

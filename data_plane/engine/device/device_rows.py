@@ -58,6 +58,14 @@ class DeviceRows:
         self._num_computed[decoding] += 1
         return row_ids
 
+    def tables_of(self, step_rows: Int64Array) -> torch.Tensor:
+        """The block tables by row number, int32 [max_rows, blocks] on the device, with all blocks of these rows."""
+        places, values = self._differences(step_rows)
+        if len(places):
+            there = upload(np.concatenate([places, values]).astype(np.int32), self._device)
+            self._whole.index_copy_(0, there[: len(places)].long(), there[len(places) :])
+        return self.state.block_tables
+
     def end_step(self, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
         """These rows, int32 [n], feed these tokens next, int64 [n]; both on the device."""
         store_tokens(self.state.last_tokens, row_ids, tokens)
