@@ -3,8 +3,10 @@
 import sys
 
 from contract.process_log import quiet_grpc
+from gateway import polling
 
-quiet_grpc()  # gRPC reads it when it is imported
+quiet_grpc()  # gRPC reads both when it is imported
+polling.choose()
 
 from gateway.main import main  # noqa: E402
 

@@ -12,6 +12,7 @@ from motet.command_line import Parser
 
 from contract.process_log import configure_logging, settings_line
 from contract.redaction import redacted
+from gateway import polling
 from gateway.app import gateway_app
 from gateway.config import add_arguments, environment, from_args
 from gateway.http.server import bound, serve
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = from_args(parser.parse_args(argv))
     except ValueError as error:
         parser.refuse(str(error))
+    if polling.choose():  # `motet gateway`, which has loaded gRPC
+        polling.begin_again(sys.argv[1:] if argv is None else argv)
     configure_logging(config.http.log_level, log_format=config.http.log_format, process="gateway")
     logger.info("settings %s", settings_line(config, only_changed=True))
     try:

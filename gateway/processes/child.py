@@ -11,8 +11,10 @@ import pickle
 import sys
 
 from contract.process_log import configure_logging, quiet_grpc
+from gateway import polling
 
-quiet_grpc()  # gRPC reads it when it is imported
+quiet_grpc()  # gRPC reads both when it is imported
+polling.choose()
 
 import uvloop  # noqa: E402
 from motet import MotetError  # noqa: E402
