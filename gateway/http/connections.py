@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class Connection(H11Protocol):
 
     def __init__(self, connections: Connections, context: ssl.SSLContext | None, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self._application, self.app = self.app, self._run  # uvicorn calls `app` with each request
         self.host = ""
         self.silent_since_s: float = connections.clock()  # without a request, if it carries none
         self.unread_since_s: float | None = None  # the buffer of what is sent is full
@@ -154,6 +156,11 @@ class Connection(H11Protocol):
         self.silent_since_s = self._connections.clock()
         super().on_response_complete()
 
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The cycle is of this request: the next one begins behind the end of its response.
+        chunks = _Chunks(self.cycle, scope, send)
+        await self._application(scope, receive, chunks.send)
+
     def _begin_tls(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
         """In this call and not in a task: the client's first bytes may come before a task runs, and TLS misses them."""
         ended: asyncio.Future[None] = self.loop.create_future()
@@ -167,6 +174,39 @@ class Connection(H11Protocol):
         if self.transport is None:  # without success, which is the one way in which connection_lost is not called
             logger.debug("no TLS with %s: %s", self.host, error)
             self.end()
+
+
+class _Chunks:
+    """Sends a response. Its parts that are chunks of HTTP/1.1 go straight to the transport.
+
+    h11 looks at its states for each of them, which took 12% of the CPU time of a stream of tokens. What begins and
+    ends a response goes through uvicorn and h11, so that both know how it stands.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, scope: Scope, send: Send) -> None:
+        self._cycle = cycle
+        self._send = send
+        self._may_have_chunks = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
+        self._has_chunks = False
+
+    async def send(self, message: Message) -> None:
+        """As ASGI has it."""
+        cycle = self._cycle
+        if (
+            self._has_chunks
+            and message.get("more_body")
+            and (body := message.get("body"))
+            and not cycle.flow.write_paused
+            and not cycle.disconnected
+            and cycle.conn.our_state is h11.SEND_BODY
+        ):
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            return
+        if message["type"] == "http.response.start" and self._may_have_chunks:
+            names = [name.lower() for name, _ in message["headers"]]
+            # Other statuses and lengths have a form of their own, which h11 knows.
+            self._has_chunks = message["status"] == 200 and b"content-length" not in names
+        await self._send(message)
 
 
 def host_of(transport: asyncio.Transport) -> str:

@@ -12,7 +12,7 @@ from motet.requests import Prompt
 _WAITING = 64  # chunks of several prompts that wait for their reader
 
 
-async def chunks_of(
+def chunks_of(
     client: AsyncClient, prompts: Sequence[Prompt], options: GenerateOptions, timeout_s: float
 ) -> AsyncGenerator[tuple[int, Chunk, str], None]:
     """Position of the prompt, its next chunk, and the base model's fingerprint. Raises MotetError.
@@ -20,10 +20,13 @@ async def chunks_of(
     Whatever ends the iteration ends the generations; close the iterator.
     """
     if len(prompts) == 1:
-        async with contextlib.aclosing(_one(client, 0, prompts[0], options, timeout_s)) as only:
-            async for item in only:
-                yield item
-        return
+        return _one(client, 0, prompts[0], options, timeout_s)
+    return _several(client, prompts, options, timeout_s)
+
+
+async def _several(
+    client: AsyncClient, prompts: Sequence[Prompt], options: GenerateOptions, timeout_s: float
+) -> AsyncGenerator[tuple[int, Chunk, str], None]:
     queue: asyncio.Queue[tuple[int, Chunk, str] | BaseException | None] = asyncio.Queue(_WAITING)
 
     async def run(position: int, prompt: Prompt) -> None:
@@ -58,5 +61,8 @@ async def _one(
     if position and (request_id := options.get("request_id")):
         options = {**options, "request_id": f"{request_id}-{position}"}
     async with client.generate(prompt, timeout_s=timeout_s, **options) as stream:
+        fingerprint: str | None = None
         async for chunk in stream:
-            yield position, chunk, "" if stream.started is None else stream.started.model_fingerprint
+            if fingerprint is None:
+                fingerprint = "" if stream.started is None else stream.started.model_fingerprint
+            yield position, chunk, fingerprint

@@ -112,7 +112,7 @@ class EventStream:
 
 
 class _Wire:
-    """One response body. Two tasks write whole events to it."""
+    """One response body. Two tasks write whole events to it, each with one message."""
 
     def __init__(self, send: Send, headers: Callable[[], dict[str, str]]) -> None:
         self.has_begun = False
@@ -120,18 +120,15 @@ class _Wire:
         self.last_sent_s = 0.0
         self._send = send
         self._headers = headers
-        self._lock = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._lock = asyncio.Lock()  # of the beginning and the end
 
     async def send(self, data: bytes) -> None:
-        async with self._lock:
-            if self.has_ended:
-                return
-            if not self.has_begun:
-                self.has_begun = True
-                headers = [(name.encode(), value.encode()) for name, value in {**_HEADERS, **self._headers()}.items()]
-                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not self.last_sent_s:
+            await self._begin()
+        if not self.has_ended:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
-            self.last_sent_s = asyncio.get_running_loop().time()
+            self.last_sent_s = self._loop.time()
 
     async def end(self, data: bytes) -> None:
         if data:
@@ -140,3 +137,12 @@ class _Wire:
             self.has_ended = True
             with contextlib.suppress(OSError):
                 await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _begin(self) -> None:
+        """Send the head, once."""
+        async with self._lock:
+            if self.has_ended or self.has_begun:
+                return
+            self.has_begun = True
+            headers = [(name.encode(), value.encode()) for name, value in {**_HEADERS, **self._headers()}.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
