@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute, Mount
+from starlette.routing import BaseRoute, Mount, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.config import GatewayConfig
@@ -32,15 +32,15 @@ from gateway.vllm.routes import vllm_routes
 SWEEP_EVERY_S = 1.0
 
 
-def gateway_app(config: GatewayConfig, place: Place | None = None) -> Starlette:
+def gateway_app(config: GatewayConfig, place: Place | None = None) -> ASGIApp:
     """The application. Its parts are made when it starts, in the loop that serves it.
 
     `place`: of this process among several.
     """
-    joined, place = _Joined(), place or Place()
+    place = place or Place()
 
     @contextlib.asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_router: Starlette) -> AsyncIterator[None]:
         upstream, futures, metrics = Upstream(config.http), Futures(config.tinker), Metrics(place)
         siblings = Siblings(place)
         bodies, timeout_s = Bodies(config.http.max_body_bytes, upstream.check_key), config.http.request_timeout_s
@@ -59,6 +59,7 @@ def gateway_app(config: GatewayConfig, place: Place | None = None) -> Starlette:
         document = document_route(described)
         routes = [document, *known, Mount("/api/v1", tinker_app(tinker))]
         app = Starlette(routes=routes, exception_handlers=dict(EXCEPTION_HANDLERS))
+        _redirect_nothing(app.router)
         guarded = Origins(Keys(Traces(app)), config.http.allowed_origins, config.http.known_hosts)
         joined.app = metrics.counted(guarded, [document, *described])
         sweeping = asyncio.create_task(_sweep(futures))
@@ -70,15 +71,35 @@ def gateway_app(config: GatewayConfig, place: Place | None = None) -> Starlette:
             await futures.close()
             await upstream.close()
 
-    return Starlette(routes=[Mount("/", joined)], lifespan=lifespan)
+    joined = _Joined(Router(lifespan=lifespan))
+    return joined
+
+
+def _redirect_nothing(router: Router) -> None:
+    """A path with a slash too many is not served, like any other that is no route.
+
+    A redirect would name this server as the client sees it only where no proxy with TLS stands before it: else a client
+    sends its key once more, without TLS.
+    """
+    router.redirect_slashes = False
+    for route in router.routes:
+        if isinstance(route, Mount):
+            inner = route.app.router if isinstance(route.app, Starlette) else route.app
+            if isinstance(inner, Router):
+                _redirect_nothing(inner)
 
 
 class _Joined:
-    """Stands for the application until its parts are there."""
+    """Stands for the application until its parts are there. `router` starts and ends them, and has no route."""
 
-    app: ASGIApp | None = None
+    def __init__(self, router: Router) -> None:
+        self.app: ASGIApp | None = None
+        self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._router(scope, receive, send)
+            return
         assert self.app is not None, "a request before the start"
         await self.app(scope, receive, send)
 

@@ -20,18 +20,23 @@ FLAG = "--allow-origin"
 
 
 class Origins:
-    """ASGI: refuses requests of other origins with 403, and one whose body has two lengths with 400."""
+    """ASGI: refuses requests of other origins with 403, and a body with two lengths (400) or an encoding (415)."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], hosts: Collection[str] | None = None) -> None:
         """`allowed`: origins such as https://chat.example.org, or "*" for all. `hosts`: names of the server beside
         those of this machine, in lower case and without a port; None: any name.
         """
-        self._app = CORSMiddleware(
-            app,
-            allow_origins=list(allowed),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "x-motet-adapter-digest", "retry-after", "retry-after-ms"],
+        # Without any, no request of a page gets through, so that no response needs the headers of CORS.
+        self._app = (
+            app
+            if not allowed
+            else CORSMiddleware(
+                app,
+                allow_origins=list(allowed),
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "x-motet-adapter-digest", "retry-after", "retry-after-ms"],
+            )
         )
         self._allowed = frozenset(allowed)
         self._hosts = None if hosts is None else frozenset(hosts)
@@ -51,6 +56,11 @@ class Origins:
         # A proxy in front may believe the other one of the two, and take a part of the body for the next request.
         if "transfer-encoding" in headers and "content-length" in headers:
             return closing_response(400, "the request has Transfer-Encoding and Content-Length; send one of them")
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            return closing_response(
+                415, f"Content-Encoding {encoding[:200]!r} is not served; send the body as it is, without the header"
+            )
         host = headers.get("host", "")
         if self._hosts is not None and (name := _name_of(host)) not in self._hosts and not _is_this_machine(name):
             return closing_response(

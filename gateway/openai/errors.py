@@ -69,10 +69,12 @@ def refused(param: str, what: str) -> FieldRefusal:
     return FieldRefusal(f"{param}: {what}", param=param)
 
 
-def unknown_model(model: str, hint: str = "GET /v1/models lists what there is") -> FieldRefusal:
+def unknown_model(
+    model: str, hint: str = "GET /v1/models lists what there is", *, param: str = "model"
+) -> FieldRefusal:
     """Nothing here has this name. The base model never responds in its place."""
     return FieldRefusal(
-        f"the model {model[:200]!r} does not exist; {hint}", param="model", status=404, code="model_not_found"
+        f"the model {model[:200]!r} does not exist; {hint}", param=param, status=404, code="model_not_found"
     )
 
 
@@ -118,20 +120,34 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
     return body
 
 
+def renamed(refusal: Refusal, name: str) -> Refusal:
+    """The same refusal, of the field `name`: what its message is about has this name in the request."""
+    if isinstance(refusal, FieldRefusal) and refusal.param is not None:
+        if refusal.message.startswith(refusal.param):
+            refusal.message = name + refusal.message.removeprefix(refusal.param)
+        refusal.param = name
+    return refusal
+
+
 def _param_of(error: MotetError) -> str | None:
     if not error.field_violations:
         return None
     path = error.field_violations[0].field
     if found := _MESSAGE.fullmatch(path):
         return f"messages{found[1]}"
-    head, _, _ = path.partition("[")
-    name = head.rpartition(".")[2]
-    return _FIELDS.get(head, name) or None
+    return _names_of(path)[0] or None
+
+
+def _names_of(path: str) -> tuple[str, str]:
+    """What the body calls a field of Motet's request, and the place in it that the path names, such as "[3]"."""
+    head, bracket, place = path.partition("[")
+    return _FIELDS.get(head, head.rpartition(".")[2]), bracket + place
 
 
 def _with_param(message: str, error: MotetError, param: str | None) -> str:
-    """The message with the place of a message in a conversation as the body has it: "messages[1].role: ..."."""
+    """The message with the name of its field as the body has it: "temperature: ..." and "messages[1].role: ..."."""
     path = error.field_violations[0].field if error.field_violations else ""
-    if param is not None and _MESSAGE.fullmatch(path) and message.startswith(f"{path}:"):
-        return param + message.removeprefix(path)
-    return message
+    if param is None or not message.startswith(f"{path}:"):
+        return message
+    name = param if _MESSAGE.fullmatch(path) else "".join(_names_of(path))
+    return name + message.removeprefix(path)

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.http.bodies import Bodies, decoded_as
 from gateway.http.errors import Refusal
-from gateway.openai.errors import error_body, refusal_of, undecodable
+from gateway.openai.errors import error_body, refusal_of, renamed, undecodable
 from gateway.openai.responses import ClientGone
 
 T = TypeVar("T")
@@ -29,9 +29,17 @@ async def decoded(bodies: Bodies, request: Request, kind: type[T]) -> T:
         raise undecodable(error) from error
 
 
-async def _refused(_request: Request, error: Exception) -> Response:
+def name_fields(request: Request, names: Mapping[str, str]) -> None:
+    """Let a refusal of this request call fields by other names: those that the body has for them."""
+    request.state.names_of_fields = names
+
+
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, (Refusal, MotetError))
     refusal = refusal_of(error)
+    names: Mapping[str, str] = getattr(request.state, "names_of_fields", {})
+    if (name := names.get(getattr(refusal, "param", None) or "")) is not None:
+        refusal = renamed(refusal, name)
     return JSONResponse(error_body(refusal), status_code=refusal.status, headers=dict(refusal.headers))
 
 

@@ -20,7 +20,7 @@ from gateway.openai.embeddings import EmbeddingBody, embeddings
 from gateway.openai.errors import refused
 from gateway.openai.forms import Forms, reading
 from gateway.openai.generations import chunks_of
-from gateway.openai.handlers import decoded
+from gateway.openai.handlers import decoded, name_fields
 from gateway.openai.items.inputs import chat_of
 from gateway.openai.items.messages import ResponsesBody
 from gateway.openai.items.output import ResponseOutput
@@ -81,6 +81,8 @@ class _Api:
 
     async def chat_completions(self, request: Request) -> Any:
         body = await self._body(request, ChatBody)
+        if body.max_completion_tokens is not None and body.max_tokens is None:
+            name_fields(request, {"max_tokens": "max_completion_tokens"})
         reply = Reply(body.model, is_chat=True, n=body.n or 1)
         return await self._respond(request, body, reply, await self._chat(body, reply))
 

@@ -53,7 +53,7 @@ async def unload(body: UnloadBody, client: AsyncClient, timeout_s: float) -> str
     """Delete an adapter with all its versions; requests that run finish. Raises Refusal, MotetError."""
     _check_name(body.lora_name)
     if await _found(body.lora_name, client) is None:
-        raise unknown_model(body.lora_name)
+        raise unknown_model(body.lora_name, param="lora_name")
     await client.adapters.delete(body.lora_name, timeout_s=timeout_s)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 

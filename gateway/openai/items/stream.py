@@ -9,7 +9,8 @@ from typing import Any
 from motet import Chunk, MotetError
 
 from gateway.http.errors import Refusal
-from gateway.openai.errors import FieldRefusal, refusal_of
+from gateway.openai import errors
+from gateway.openai.errors import refusal_of
 from gateway.openai.items.inputs import field_of
 from gateway.openai.items.output import Event, ResponseOutput
 from gateway.openai.replies import Reply
@@ -54,6 +55,5 @@ async def collected(
 def renamed(error: Refusal | MotetError) -> Refusal:
     """A refusal of the chat that a request became, with the name of the request's field."""
     refusal = refusal_of(error)
-    if isinstance(refusal, FieldRefusal) and refusal.param is not None:
-        refusal.param = field_of(refusal.param)
-    return refusal
+    param = getattr(refusal, "param", None)
+    return refusal if param is None else errors.renamed(refusal, field_of(param))

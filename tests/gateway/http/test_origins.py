@@ -1,4 +1,4 @@
-"""Requests of web pages, and requests whose body has two lengths."""
+"""Requests of web pages, and requests whose body has two lengths or an encoding."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ async def test_a_body_with_two_lengths_is_refused() -> None:
         headers = {"transfer-encoding": "chunked", "content-length": "3"}
         response = await http.post("/v1/models", headers=headers, content=b"abc")
     assert response.status_code == 400 and response.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, identity"])
+async def test_a_body_with_an_encoding_is_refused_by_name(encoding: str) -> None:
+    async with client() as http:
+        response = await http.post("/v1/models", headers={"content-encoding": encoding}, content=b"abc")
+        assert response.status_code == 415 and repr(encoding) in response.json()["error"]["message"]
+        plain = await http.post("/v1/models", headers={"content-encoding": "identity"}, content=b"abc")
+        assert plain.status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://", "HTTPS://EXAMPLE.ORG", ""])

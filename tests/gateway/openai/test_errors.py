@@ -71,6 +71,12 @@ def test_a_field_that_is_not_served_is_refused_by_name(served: Served, field: st
         ("messages[1].content[0]", {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]}),
         ("messages[0]", {"messages": [{"role": "user"}]}),
         ("seed", {"seed": 2**64}),
+        ("temperature", {"temperature": -1}),
+        ("stop", {"stop": ["a"] * 17}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"messages": 1}}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_completion_tokens", {"max_completion_tokens": 0}),
+        ("max_completion_tokens", {"max_completion_tokens": 10**9, "stream": True}),
     ],
 )
 def test_a_part_of_a_field_is_named_with_its_place(served: Served, field: str, extra: dict[str, Any]) -> None:
@@ -78,6 +84,32 @@ def test_a_part_of_a_field_is_named_with_its_place(served: Served, field: str, e
         served.api.chat.completions.create(model="legal", messages=MESSAGES, extra_body=extra)
     assert raised.value.param == field, raised.value.message
     assert f"{field}: " in raised.value.message, "the message names the field of the body"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: is 0"),
+        ("/v1/completions", {"prompt": [1, 99999]}, "prompt", "prompt[1]: 99999"),
+        ("/v1/completions", {"prompt": "x", "best_of": 2, "n": 3}, "best_of", "best_of: is 2"),
+        ("/v1/embeddings", {"input": [[1, 99999]]}, "input", "input[0].token_ids.ids[1]: 99999"),
+    ],
+)
+def test_a_message_begins_with_the_field_that_the_body_has(
+    served: Served, path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    response = httpx.post(served.gateway.url + path, json={"model": "legal", **body}, timeout=WAIT_S)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param) and error["message"].startswith(said), error
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/", "/tokenize/", "/v1/adapters/legal/", "/health/", "/v1", "/api/v1"]
+)
+def test_a_slash_too_many_is_404_and_no_redirect(served: Served, path: str) -> None:
+    """A redirect would have been to http, and behind a proxy with TLS the key would have gone there in plain text."""
+    response = httpx.post(served.gateway.url + path, json={}, headers={"host": "localhost"}, timeout=WAIT_S)
+    assert response.status_code == 404 and "location" not in response.headers
 
 
 def test_a_negative_seed_is_a_seed_of_its_own(served: Served) -> None:

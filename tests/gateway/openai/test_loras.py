@@ -75,7 +75,8 @@ def test_an_adapter_is_loaded_from_a_root_and_unloaded(locked: Locked) -> None:
     unloaded = locked.post(UNLOAD, {"lora_name": "legal"}, locked.writer)
     assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'legal' removed successfully.")
     assert "legal" not in locked.models(locked.writer)
-    assert locked.post(UNLOAD, {"lora_name": "legal"}, locked.writer).status_code == 404
+    gone = locked.post(UNLOAD, {"lora_name": "legal"}, locked.writer)
+    assert (gone.status_code, gone.json()["error"]["param"]) == (404, "lora_name")
 
 
 @pytest.mark.parametrize(
