@@ -7,19 +7,21 @@ neither TLS nor authentication: the port is for the operator's network.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16  # at once; more are closed
-TIMEOUT_S = 10.0  # for one request to arrive, and for its response to be read
+TIMEOUT_S = 10.0  # for one request to arrive, however slowly it does, and for its response to be read
 
 
 class Page(NamedTuple):
@@ -50,10 +52,13 @@ def check_can_listen(address: str) -> None:
 class MetricsPort:
     """Listens from the beginning; start() serves."""
 
-    def __init__(self, address: str, render: Render, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, address: str, render: Render, is_ready: Callable[[], bool], *, timeout_s: float = TIMEOUT_S
+    ) -> None:
         """`address`: HOST:PORT; port 0 takes a free one. Raises OSError if it cannot be listened on."""
         host, _, port = address.rpartition(":")
-        handler = type("Handler", (_Handler,), {"render": staticmethod(render), "is_ready": staticmethod(is_ready)})
+        parts = {"render": staticmethod(render), "is_ready": staticmethod(is_ready), "timeout": timeout_s}
+        handler = type("Handler", (_Handler,), parts)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server_class = type("Server", (_Server,), {"address_family": family})
         self._server: _Server = server_class((host.strip("[]"), int(port)), handler)
@@ -103,13 +108,37 @@ class _Server(ThreadingHTTPServer):
         logger.debug("metrics request failed", exc_info=True)
 
 
+class _Request(io.RawIOBase):
+    """What a client sends until a time. A socket's own timeout begins anew with every byte."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self._connection = connection
+        self._until_s = time.monotonic() + timeout_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises TimeoutError."""
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request did not arrive in time")
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     render: Render
     is_ready: Callable[[], bool]
     timeout = TIMEOUT_S
     server_version, sys_version = "motet", ""
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_Request(self.connection, self.timeout))
+
     def do_GET(self) -> None:
+        self.connection.settimeout(self.timeout)  # for the response, as a whole
         url = urlsplit(self.path)
         if url.path == "/metrics":
             self._metrics(parse_qs(url.query).get("names", [""])[0])
