@@ -34,6 +34,7 @@ def client_port(
     access = config.access
     setup = FrontendSetup(
         options=(*((name, value) for name, value in options if name != REUSE_PORT), (REUSE_PORT, 1)),
+        max_connections=part,
         write_timeout_s=write_timeout_s,
         tls_cert=None if access.tls_cert is None else str(access.tls_cert.absolute()),
         tls_key=None if access.tls_key is None else str(access.tls_key.absolute()),

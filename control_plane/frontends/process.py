@@ -27,6 +27,7 @@ import grpc.aio  # noqa: E402
 import uvloop  # noqa: E402
 
 from control_plane.access.watched_files import FileWatcher  # noqa: E402
+from control_plane.api.rpc.connection_shares import BusyPeers, ConnectionShares  # noqa: E402
 from control_plane.api.rpc.error_status import DETAILS_KEY, status_proto  # noqa: E402
 from control_plane.api.rpc.frames import ACKNOWLEDGE_EVERY, COUNT, Call, Kind, Link, Status  # noqa: E402
 from control_plane.api.rpc.rpc_server import RpcServer, offer, rpc_server  # noqa: E402
@@ -65,6 +66,7 @@ class _Frontend:
         self._calls: dict[int, _RunningCall] = {}
         self._last_id = 0
         self._write_timeout_s = 0.0
+        self._busy = BusyPeers()
 
     async def run(self) -> int:
         """Its exit status."""
@@ -76,7 +78,7 @@ class _Frontend:
         configure_logging(setup.log_level, log_format=setup.log_format, process=f"front end {setup.index}")
         self._write_timeout_s = setup.write_timeout_s
         async with contextlib.AsyncExitStack() as stack:
-            server = rpc_server(options=setup.options)
+            server = rpc_server(options=setup.options, connections=ConnectionShares(setup.max_connections, self._busy))
             self._offer(setup.methods, server)
             try:
                 _listen(server, setup, stack)
@@ -107,7 +109,9 @@ class _Frontend:
         self._last_id = self._last_id % 0xFFFFFFFF + 1
         while self._last_id in self._calls:
             self._last_id += 1
-        call = self._calls[self._last_id] = _RunningCall(self._last_id, context, self.link, self._write_timeout_s)
+        call = self._calls[self._last_id] = _RunningCall(
+            self._last_id, context, self.link, self._write_timeout_s, self._busy
+        )
         try:
             await call.run(method)
         finally:
@@ -149,7 +153,10 @@ def _listen(server: grpc.aio.Server, setup: FrontendSetup, stack: contextlib.Asy
 class _RunningCall:
     """One RPC between its client and the control plane."""
 
-    def __init__(self, call_id: int, context: Context, link: Link, write_timeout_s: float) -> None:
+    def __init__(self, call_id: int, context: Context, link: Link, write_timeout_s: float, busy: BusyPeers) -> None:
+        self._busy = busy
+        self._accepted = contextlib.ExitStack()  # holds the peer once the control plane has accepted the call
+        self._is_accepted = False
         self.call_id = call_id
         self._context = context
         self._link = link
@@ -171,6 +178,7 @@ class _RunningCall:
             await self._write_responses()
             await self._end()
         finally:
+            self._accepted.close()
             if self._limit is not None:
                 self._limit.cancel()
             for other in self._others:
@@ -179,7 +187,10 @@ class _RunningCall:
                 self._link.send(self.call_id, Kind.GONE)
 
     def on_frame(self, kind: int, body: bytes) -> None:
-        """The control plane sent something for this call."""
+        """The control plane sent something for this call: it has accepted the call, unless it is the status."""
+        if kind != Kind.STATUS and not self._is_accepted:
+            self._is_accepted = True
+            self._accepted.enter_context(self._busy.busy(self._context.peer()))
         if kind == Kind.RESPONSE:
             self._responses.append(body)
             self._wake()

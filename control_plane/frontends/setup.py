@@ -15,6 +15,7 @@ class FrontendSetup:
     address: str = ""  # HOST:PORT that the control plane has reserved
     methods: tuple[str, ...] = ()  # "/package.Service/Method" of each that the control plane offers
     options: tuple[tuple[str, int], ...]  # of gRPC
+    max_connections: int = 4096  # those that gRPC lets in, of this front end
     write_timeout_s: float  # how long a client may leave a response unread
     tls_cert: str | None = None  # files of the clients' port; None: no TLS
     tls_key: str | None = None

@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 
 from control_plane.access.principal import Principal
 from control_plane.api.rpc.callers import Callers
+from control_plane.api.rpc.connection_shares import BusyPeers
 from control_plane.api.rpc.error_status import DETAILS_KEY, internal_status, status_proto
 from control_plane.api.rpc.refusal_pace import RefusalPace
 from control_plane.api.rpc.remote_context import RemoteContext
@@ -66,7 +67,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
     who makes a call, before any of the call's messages is read; what it raises refuses the call. By default everybody
     may do everything. `guard` is entered before that, and may refuse the call, too, or end it later by cancelling its
     task and raising an error on the way out. `on_refused` is called with every MotetError that ends a call. `pace` says
-    when a call that was refused before it had a caller may end.
+    when a call that was refused before it had a caller may end. `busy` learns which peers have calls of callers that
+    the server knows.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         on_refused: OnRefused | None = None,
         rng: random.Random | None = None,
         pace: RefusalPace | None = None,
+        busy: BusyPeers | None = None,
     ) -> None:
+        self._busy = busy or BusyPeers()
         self._limits = limits
         self._pace = pace or RefusalPace()
         self._rng = rng or random.Random(0)
@@ -123,6 +127,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
                         async with _entered(self._guard, context):
                             caller = self._identify(method, context)
                             held.enter_context(self._limits.of(method, caller.principal).place(caller.holder))
+                            if not caller.principal.is_stranger:
+                                held.enter_context(self._busy.busy(caller.peer))
                             held.enter_context(acting_as(caller))
                             if handler.request_streaming:
                                 result = inner(requests, context)

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc.aio
 
+from control_plane.api.rpc.connection_shares import BusyPeers, ConnectionShares
 from control_plane.api.rpc.interceptor import (
     REQUEST_TIMEOUT_S,
     WRITE_TIMEOUT_S,
@@ -96,6 +97,7 @@ def client_interceptor(
     on_refused: OnRefused | None = None,
     rng: random.Random | None = None,
     pace: RefusalPace | None = None,
+    busy: BusyPeers | None = None,
 ) -> RpcInterceptor:
     """What every RPC of the clients' port goes through. The arguments but the first are those of RpcInterceptor."""
     return RpcInterceptor(
@@ -107,6 +109,7 @@ def client_interceptor(
         on_refused=on_refused,
         rng=rng,
         pace=pace,
+        busy=busy,
     )
 
 
@@ -119,7 +122,9 @@ def client_server(
         max_connections=max_connections,
         adaptive_windows=adaptive_windows,
     )
-    return _server(options, client_interceptor(**settings))
+    connections = ConnectionShares(max_connections)
+    interceptor = client_interceptor(busy=connections.busy, **settings)
+    return rpc_server(interceptors=[interceptor], options=options, connections=connections)
 
 
 def worker_server(

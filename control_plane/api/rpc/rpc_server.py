@@ -23,6 +23,8 @@ import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
 
+from control_plane.api.rpc.connection_shares import ConnectionShares
+
 logger = logging.getLogger(__name__)
 cygrpc: Any = importlib.import_module("grpc._cython.cygrpc")  # it has no stubs
 
@@ -32,9 +34,15 @@ _METHODS_OF_SERVER = ("_make_request_call_future", "_request_call", "_request_re
 
 
 def rpc_server(
-    *, interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (), options: Sequence[tuple[str, Any]] = ()
+    *,
+    interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+    options: Sequence[tuple[str, Any]] = (),
+    connections: ConnectionShares | None = None,
 ) -> RpcServer:
-    """A server without methods and ports, for add_registered_method_handlers; call it in the event loop."""
+    """A server without methods and ports, for add_registered_method_handlers; call it in the event loop.
+
+    `connections`: looks after those of its ports while it runs.
+    """
     if not has_needed_names():
         logger.error(
             "this version of grpcio is not known version=%s: a call whose method is not UTF-8 may close the port; use "
@@ -43,7 +51,7 @@ def rpc_server(
         )
         plain: Any = grpc.aio.server(interceptors=list(interceptors), options=list(options))
         return plain  # type: ignore[no-any-return]  # it has the same methods; the stubs lack one of them
-    return RpcServer(interceptors, options)
+    return RpcServer(interceptors, options, connections)
 
 
 def offer(server: Any, service_name: str, method_handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
@@ -87,8 +95,13 @@ class RpcServer(grpc.aio.Server):
     """Serves registered methods; used as a server of grpc.aio is."""
 
     def __init__(
-        self, interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]], options: Sequence[tuple[str, Any]]
+        self,
+        interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]],
+        options: Sequence[tuple[str, Any]],
+        connections: ConnectionShares | None = None,
     ) -> None:
+        self._connections = connections
+        self._port = 0
         self._core = _Core(asyncio.get_running_loop(), tuple(interceptors), tuple(options))
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler[Any, Any]]) -> None:
@@ -106,18 +119,28 @@ class RpcServer(grpc.aio.Server):
 
     def add_insecure_port(self, address: str) -> int:
         """Raises RuntimeError if the address cannot be listened on."""
-        return _port(address, self._core.add_insecure_port(address.encode()))
+        return self._bound(address, self._core.add_insecure_port(address.encode()))
 
     def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
         """Raises RuntimeError if the address cannot be listened on."""
-        return _port(address, self._core.add_secure_port(address.encode(), server_credentials))
+        return self._bound(address, self._core.add_secure_port(address.encode(), server_credentials))
 
     async def start(self) -> None:
         await self._core.start()
+        if self._connections is not None:
+            self._connections.start(self._port)
 
     async def stop(self, grace: float | None = None) -> None:
         """Idempotent. Calls that run get so many seconds."""
+        if self._connections is not None:
+            await self._connections.close()
         await self._core.shutdown(grace)
+
+    def _bound(self, address: str, port: int) -> int:
+        if not port:
+            raise RuntimeError(f"{address} cannot be listened on")
+        self._port = port
+        return port
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:
         return bool(await self._core.wait_for_termination(timeout))
@@ -161,9 +184,3 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]  # it has no stubs
         task = self._event_loop.create_task(call)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-
-
-def _port(address: str, bound: int) -> int:
-    if not bound:
-        raise RuntimeError(f"{address} cannot be listened on")
-    return bound
