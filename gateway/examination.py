@@ -10,7 +10,7 @@ from pathlib import Path
 from motet.tls import TlsError, TlsFiles
 
 from contract.settings.findings import Finding, State
-from contract.settings.probes import examine_connection, examine_port, examine_validity
+from contract.settings.probes import examine_connection, examine_folder, examine_port, examine_validity
 from gateway.config import GatewayConfig
 from gateway.http.certificate import Certificate
 from gateway.http.settings import HttpSettings
@@ -55,10 +55,7 @@ def _certificate_for_server(http: HttpSettings, wall_clock: Callable[[], float])
 
 def _upload_folder(folder: Path | None) -> Finding:
     place = folder or Path(tempfile.gettempdir())
-    try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            file.write(b"motet doctor")
-    except OSError as error:
-        advice = "let the gateway's user write there, or name another folder with --upload-dir"
-        return Finding(f"folder of uploads {place}", State.WRONG, str(error.strerror), advice)
-    return Finding(f"folder of uploads {place}", State.OK, "a file is written and removed")
+    advice = "let the gateway's user write there, or name another folder with --upload-dir"
+    if not place.is_dir():
+        return Finding(f"folder of uploads {place}", State.WRONG, "No such file or directory", advice)
+    return examine_folder(f"folder of uploads {place}", place, advice)

@@ -1,14 +1,20 @@
-"""What the examinations of several parts look at in the same way: ports, connections, the end of a certificate."""
+"""What the examinations of several parts look at in the same way: ports, connections, folders, ends of certificates."""
 
 from __future__ import annotations
 
+import errno
+import secrets
+import shutil
 import socket
+from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 
 from contract.settings.findings import Finding, State
 
 CONNECT_TIMEOUT_S = 5.0
 EXPIRES_SOON_S = 14 * 86400.0
+LITTLE_ROOM_BYTES = 1 << 30  # of a disk that grows with adapters, uploads or lines of an audit log
 
 
 def examine_port(flag: str, address: str) -> Finding:
@@ -31,6 +37,40 @@ def examine_connection(what: str, address: str, advice: str) -> Finding:
     except OSError as error:
         return Finding(what, State.WARNING, str(error.strerror or error), advice)
     return Finding(what, State.OK, "its port is open")
+
+
+def examine_folder(
+    what: str,
+    folder: Path,
+    advice: str,
+    free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
+) -> Finding:
+    """Whether a file can be written there, and whether its disk has room. Nothing stays.
+
+    A folder that is not there is not made: its nearest parent stands for it. `advice`: what to do where nothing can be
+    written, unless the disk is full.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    file = folder / f".motet-doctor-{secrets.token_hex(8)}"
+    try:
+        try:
+            file.write_bytes(b"motet doctor")
+        finally:
+            file.unlink(missing_ok=True)
+        num_free = free_bytes(folder)
+    except OSError as error:
+        return Finding(what, State.WRONG, str(error.strerror or error), advice_about(error, advice))
+    detail = f"a file is written and removed, {num_free / 2**30:.1f} GiB are free"
+    if num_free < LITTLE_ROOM_BYTES:
+        return Finding(what, State.WARNING, detail, "free space on its disk, or use a larger one")
+    return Finding(what, State.OK, detail)
+
+
+def advice_about(error: Exception, advice: str) -> str:
+    """`advice`, unless the error is that a disk is full."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "free space on its disk, or use a larger one" if is_full else advice
 
 
 def examine_validity(what: str, file: object, not_after_s: float, now_s: float) -> Finding:

@@ -1,4 +1,4 @@
-"""Examines where a control plane would run: Redis, store, certificates, ports, clock, limits. Leaves nothing behind."""
+"""Examines where a control plane would run: Redis, store, audit log, certificates, ports, clock. Nothing stays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from contract.redis_access import RedisAccess
 from contract.settings.findings import Finding, State
-from contract.settings.probes import examine_port, examine_validity
+from contract.settings.probes import advice_about, examine_folder, examine_port, examine_validity
 from control_plane.access.server_certificates import parse
 from control_plane.config import DEFAULT_MAX_CONNECTIONS, ServerConfig
 from control_plane.errors import MotetError
@@ -30,6 +30,8 @@ def examine(config: ServerConfig, wall_clock: Callable[[], float] = time.time) -
     yield from _host_cache(config, wall_clock)
     yield _store(config)
     yield from _store_format(config)
+    if config.access.audit_log not in (None, "-"):
+        yield _audit_log(Path(config.access.audit_log))
     for port, cert, key, client_ca in (
         ("clients", config.access.tls_cert, config.access.tls_key, config.access.tls_client_ca),
         ("workers", config.access.worker_tls_cert, config.access.worker_tls_key, config.access.worker_tls_client_ca),
@@ -106,27 +108,38 @@ def _policy(client: object) -> str:
 
 
 def _store(config: ServerConfig) -> Finding:
-    """Writes one small key, and removes it again."""
-    name, key = f"artifact store {config.store_url}", f"tmp/doctor-{secrets.token_hex(8)}"
+    """Writes something small, and removes it again."""
+    name, advice = f"artifact store {config.store_url}", "check --store, its credentials and its permissions"
+    begun_s = time.perf_counter()
+    if "://" not in config.store_url:
+        found = examine_folder(name, Path(config.store_url), advice)
+    else:
+        try:
+            store, key = open_store(config.store_url, is_exclusive=True), f"tmp/doctor-{secrets.token_hex(8)}"
+            store.delete(key, store.put_if_absent(key, b"motet doctor"))
+        except (OSError, ValueError) as error:
+            return Finding(name, State.WRONG, str(error), advice_about(error, advice))
+        found = Finding(name, State.OK, "a small file is written and removed")
+    took_s = time.perf_counter() - begun_s
+    if found.state is not State.OK:
+        return found
+    detail = f"{found.detail}, in {1000 * took_s:.0f} ms"
+    if took_s > SLOW_STORE_S:
+        slow = "registering adapters will be slow: use a faster disk, or a bucket that is nearer"
+        return Finding(name, State.WARNING, detail, slow)
+    return Finding(name, State.OK, detail)
+
+
+def _audit_log(file: Path) -> Finding:
+    name, advice = f"audit log {file}", "let the server's user write there, or name another file with --audit-log"
+    if not file.parent.is_dir():
+        return Finding(name, State.WRONG, f"{file.parent} is not a folder", "make the folder, or correct --audit-log")
     try:
-        begun_s = time.perf_counter()
-        if "://" not in config.store_url:
-            _try_directory(Path(config.store_url))
-        else:
-            store = open_store(config.store_url, is_exclusive=True)
-            tag = store.put_if_absent(key, b"motet doctor")
-            store.delete(key, tag)
-        took_s = time.perf_counter() - begun_s
-    except (OSError, ValueError) as error:
-        return Finding(name, State.WRONG, str(error), "check --store, its credentials and its permissions")
-    is_fast = took_s <= SLOW_STORE_S
-    detail = f"a small file is written and removed in {1000 * took_s:.0f} ms"
-    return Finding(
-        name,
-        State.OK if is_fast else State.WARNING,
-        detail,
-        "" if is_fast else "registering adapters will be slow: use a faster disk, or a bucket that is nearer",
-    )
+        if file.exists():
+            file.open("ab").close()
+    except OSError as error:
+        return Finding(name, State.WRONG, str(error.strerror or error), advice)
+    return examine_folder(name, file.parent, advice)
 
 
 def _store_format(config: ServerConfig) -> Iterator[Finding]:
@@ -142,17 +155,6 @@ def _store_format(config: ServerConfig) -> Iterator[Finding]:
         return  # the store itself is wrong, which the other finding says
     else:
         yield Finding("format of the artifact store", State.OK, str(found))
-
-
-def _try_directory(directory: Path) -> None:
-    """Raises OSError. The directory of a server that runs stays as it is, and one that is not there is not made."""
-    while not directory.exists():
-        directory = directory.parent
-    file = directory / f".motet-doctor-{secrets.token_hex(8)}"
-    try:
-        file.write_bytes(b"motet doctor")
-    finally:
-        file.unlink(missing_ok=True)
 
 
 def _certificate(name: str, cert: Path, key: Path, client_ca: Path | None, wall_clock: Callable[[], float]) -> Finding:

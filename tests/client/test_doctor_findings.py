@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from motet.cli import exits
 from motet.cli.main import main
 
 from contract.settings.findings import Finding, State
+from contract.settings.probes import LITTLE_ROOM_BYTES
+from control_plane.access.settings import AccessSettings
 from control_plane.config import ServerConfig
 from control_plane.host_cache import embedded
 from control_plane.setup import examination as server_examination
@@ -107,6 +112,44 @@ def test_a_store_of_a_newer_format_is_wrong(tmp_path: Path) -> None:
     finding = of_server(server(tmp_path, store=str(tmp_path / "store")))["format of the artifact store"]
     assert finding.state is State.WRONG and "format 99" in finding.detail and "copy" in finding.advice
     assert sorted((tmp_path / "store").rglob("*")) == before
+
+
+def test_a_disk_that_is_full_or_nearly_so_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = server(tmp_path, access=AccessSettings(audit_log=str(tmp_path / "audit.jsonl")))
+    names = [f"artifact store {tmp_path / 'data' / 'store'}", f"audit log {tmp_path / 'audit.jsonl'}"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=LITTLE_ROOM_BYTES - 1))
+    for name in names:
+        finding = of_server(config)[name]
+        assert (
+            finding.state is State.WARNING and "1.0 GiB are free" in finding.detail and "free space" in finding.advice
+        )
+    # A file that may not grow at all: as on a full disk, but for the number of the error.
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        write(path, b"")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for name in names:
+        finding = of_server(config)[name]
+        assert (finding.state, finding.detail) == (State.WRONG, "No space left on device")
+        assert finding.advice == "free space on its disk, or use a larger one"
+    folder = of_gateway(GatewayConfig(registry=RegistrySettings(upload_dir=tmp_path)))[f"folder of uploads {tmp_path}"]
+    assert folder.state is State.WRONG and "free space" in folder.advice
+    assert not list(tmp_path.glob(".motet-doctor-*")), "nothing stays"
+
+
+def test_an_audit_log_that_cannot_be_written_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "none" / "audit.jsonl"
+    found = of_server(server(tmp_path, access=AccessSettings(audit_log=str(file))))[f"audit log {file}"]
+    assert found.state is State.WRONG and f"{file.parent} is not a folder" in found.detail
+    file.mkdir(parents=True)
+    shutil.rmtree(tmp_path / "model")
+    found = of_server(server(tmp_path, access=AccessSettings(audit_log=str(file))))[f"audit log {file}"]
+    assert (found.state, found.detail) == (State.WRONG, "Is a directory") and "--audit-log" in found.advice
+    shutil.rmtree(tmp_path / "model")
+    assert not any(name.startswith("audit log") for name in of_server(server(tmp_path)))
 
 
 def test_few_open_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
