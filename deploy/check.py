@@ -176,6 +176,8 @@ def _check_rules(checks: Checks) -> None:
     for kind in ("check", "test"):
         file = DEPLOY / "monitoring" / ("alerts.yml" if kind == "check" else "alerts_test.yml")
         checks.run(f"{file.name}: promtool {kind} rules", ["promtool", kind, "rules", file])
+    scraped = DEPLOY / "compose" / "prometheus.yml"
+    checks.run(f"{scraped.name}: promtool check config", ["promtool", "check", "config", "--syntax-only", scraped])
 
 
 if __name__ == "__main__":

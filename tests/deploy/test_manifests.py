@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,25 @@ def test_the_workers_port_is_for_workers_only() -> None:
     (source,) = rule["from"]
     assert source["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "worker"
     assert "namespaceSelector" not in source
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_prometheus_reads_ports_that_the_services_of_each_profile_have(profile: str) -> None:
+    compose = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())
+    names = set[str]()
+    for name, service in compose["services"].items():
+        if profile in service.get("profiles", [profile]):
+            names |= {name, *service.get("networks", {}).get("default", {}).get("aliases", [])}
+    settings = tomllib.loads(SETTINGS["compose"])
+    ports = {
+        "control-plane": settings["control-plane"]["metrics-listen"],
+        "worker": settings["worker"]["worker-metrics-listen"],
+        "gateway": settings["gateway"]["listen"],
+    }
+    scraped = yaml.safe_load((DEPLOY / "compose/prometheus.yml").read_text())["scrape_configs"]
+    targets = [target for job in scraped for each in job["static_configs"] for target in each["targets"]]
+    assert sorted(targets) == sorted(f"{name}:{address.rpartition(':')[2]}" for name, address in ports.items())
+    assert {target.partition(":")[0] for target in targets} <= names
 
 
 def commands() -> list[tuple[str, list[str]]]:

@@ -98,7 +98,7 @@ def _place(given: str | None) -> str:
     if place is None:
         raise ValueError("no store is named; give --store PLACE, or set MOTET_STORE or MOTET_DATA_DIR")
     if "://" not in place and not Path(place).is_dir():
-        raise ValueError(f"--store: {place} is no directory")
+        raise ValueError(f"--store: {place} is not a directory; make it first, or correct the path")
     return place
 
 

@@ -306,7 +306,7 @@ def test_mistakes_are_named(store: Path, tmp_path: Path, run: Command, monkeypat
         REFUSED,
         "motet store: no store is named; give --store PLACE, or set MOTET_STORE or MOTET_DATA_DIR\n",
     )
-    assert "is no directory" in run("verify", "--store", tmp_path / "nowhere")[2]
+    assert "is not a directory; make it first" in run("verify", "--store", tmp_path / "nowhere")[2]
     assert not (tmp_path / "nowhere").exists()
     monkeypatch.setenv("MOTET_DATA_DIR", str(store.parent))
     assert run("verify")[0] == OK
