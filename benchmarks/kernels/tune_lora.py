@@ -9,9 +9,10 @@ from itertools import product
 import torch
 
 from benchmarks.kernels.problem import Problem
+from benchmarks.kernels.work import NUM_SLOTS
 from kernels.cases import to_device
 from kernels.lora import reference, triton_expand, triton_shrink
-from kernels.lora.cases import Case, GroupInputs, make_group
+from kernels.lora.cases import Case, GroupInputs, in_table_of, make_group
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch, Sizes, num_parts
 from kernels.lora.segments import COUNTS, MANY_TOKENS, AdapterSegments, default_block_tokens, segments_in_torch
 
@@ -105,7 +106,8 @@ def _exact(
     case = Case("tune", slots, (shape.rank,) * num_adapters, shape.in_features, tile_width=shape.page)
     inputs = make_group(case, shape.out_features, dtype, is_exact=True, is_uniform=True)
     block_tokens = default_block_tokens(shape.tokens)
-    segments = segments_in_torch(inputs.token_slots, num_adapters, block_tokens, num_adapters)
+    inputs = replace(inputs, group=in_table_of(inputs.group, NUM_SLOTS))
+    segments = segments_in_torch(inputs.token_slots, NUM_SLOTS, block_tokens, num_adapters)
     segments = replace(segments, num_done=torch.zeros(segments.num_blocks, COUNTS, dtype=torch.int32))
     h = torch.full((len(shape.out_features), shape.tokens, shape.rank), float("nan"))
     y = inputs.y.clone()

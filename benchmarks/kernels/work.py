@@ -13,6 +13,9 @@ from benchmarks.kernels.measure import Call
 ROTATED_BYTES = 256 << 20  # copies of the inputs until together they are larger than any cache
 MAX_COPIES = {"cuda": 8, "cpu": 64}  # on a GPU the caches are flushed beside
 
+# Slots of the engine's arena by default, most of which no token of a step names.
+NUM_SLOTS = 256
+
 # How far another project's result may be from ours, as a part of its largest value.
 PEER_ERROR = 3e-2
 

@@ -4,17 +4,16 @@ modules, an embedding."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.kernels.measure import Call
 from benchmarks.kernels.torch_peers import batched_products, grouped_products, scale
-from benchmarks.kernels.work import Made, Model, Work, random
+from benchmarks.kernels.work import NUM_SLOTS, Made, Model, Work, random
 from kernels.cases import to_device
 from kernels.lora import (
     AdapterSegments,
@@ -29,9 +28,7 @@ from kernels.lora import (
     segments_on_host,
 )
 
-# As the engine has them by default: slots of the arena, most of which no token of the step names, and columns of a page
-# of an 8B Llama.
-NUM_SLOTS = 256
+# Columns of a page of an 8B Llama.
 PAGE = 1024
 VOCAB = 2048  # of the embedding; a gather costs the same from a larger one
 
@@ -60,9 +57,7 @@ def _segments(token_slots: torch.Tensor, num_adapters: int) -> AdapterSegments:
 
 def _resident(group: ModuleGroup, device: torch.device) -> ModuleGroup:
     """The group on the device, in a table of as many slots as the engine's."""
-    empty = NUM_SLOTS - group.num_slots
-    first, rank, scaling = (pad(table, (0, empty)) for table in (group.first, group.rank, group.scaling))
-    there: ModuleGroup = to_device(replace(group, first=first, rank=rank, scaling=scaling), device)
+    there: ModuleGroup = to_device(cases.in_table_of(group, NUM_SLOTS), device)
     return there
 
 

@@ -135,6 +135,15 @@ def make_group(
     return GroupInputs(x, y, torch.tensor(case.token_slots, dtype=torch.int32), group, max_rank)
 
 
+def in_table_of(group: ModuleGroup, num_slots: int) -> ModuleGroup:
+    """The group in a slot table of num_slots slots, of which those behind its own are empty."""
+    empty = num_slots - group.num_slots
+    first, rank, scaling = (
+        torch.nn.functional.pad(table, (0, empty)) for table in (group.first, group.rank, group.scaling)
+    )
+    return replace(group, first=first, rank=rank, scaling=scaling)
+
+
 def with_vectors(
     inputs: GroupInputs, dora_scale: torch.Tensor, lora_bias: torch.Tensor, base_bias: torch.Tensor | None
 ) -> tuple[GroupInputs, Epilogue]:

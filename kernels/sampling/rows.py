@@ -21,6 +21,9 @@ class SamplingRows:
     has_top_k: bool = True
     has_top_p: bool = True
     has_min_p: bool = True
+    # int64 [m], in order: limits are computed for these rows alone, which are all that draw and have one, and maybe
+    # others. None: for every row.
+    limited: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ def check_rows(logits: torch.Tensor, rows: SamplingRows) -> None:
     """Raise ValueError unless the rows are those of logits [n, vocab]."""
     for name, dtype in _ROW_DTYPES.items():
         _check(name, getattr(rows, name), dtype, logits.shape[:1], logits.device)
+    if rows.limited is not None:
+        _check("limited", rows.limited, torch.int64, torch.Size((rows.limited.numel(),)), logits.device)
 
 
 def check_adjustments(logits: torch.Tensor, adjustments: Adjustments) -> None:

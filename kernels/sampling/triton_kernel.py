@@ -1,6 +1,7 @@
 """Sampling on the GPU: the reference's tokens. One pass over the logits where no row has a limit.
 
-Limits bring a pass for the highest value, a search for what is kept, and a pass for the draw.
+Rows that have a limit take their highest value from that pass. Then come, for them alone, a search for what is kept and
+a pass for the draw.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kernels.sampling.triton_search import raise_lowest
 from kernels.sampling.triton_values import (
     LOWEST,
     Launch,
-    highest_kernel,
+    has_limit,
     highest_of,
     load_values,
     not_finite,
@@ -50,12 +51,15 @@ def draw_kernel(
     # pointers
     best_ptr,  # float64 [n, num_parts]
     best_id_ptr,  # int32 [n, num_parts]
+    limited_ptr,  # int64 [m]
     highest_ptr,  # float32 [n, num_parts]
     lowest_ptr,  # uint32 as int32 [n]
     logits_ptr,  # [n, V]
     adjusted_ptr,  # float32 [m, V]
     source_ptr,  # int32 [n]
     temperature_ptr,  # float32 [n]
+    top_k_ptr,  # int64 [n]
+    top_p_ptr,  # float32 [n]
     min_p_ptr,  # float32 [n]
     seed_ptr,  # int64 [n]
     position_ptr,  # int64 [n]
@@ -71,8 +75,10 @@ def draw_kernel(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Best score and its token in each part; of a greedy row the largest value. Grid: (n, num_parts)."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Best score and its token in each part of the rows with a limit. Grid: (m, num_parts)."""
+    row, part = tl.load(limited_ptr + tl.program_id(0)), tl.program_id(1)
+    if not has_limit(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row):
+        return
     source = tl.load(source_ptr + row)
     temperature = tl.load(temperature_ptr + row)
     lowest = tl.load(lowest_ptr + row).to(tl.uint32, bitcast=True)
@@ -82,19 +88,13 @@ def draw_kernel(
     for begin in range(0, PART, TILE):
         offs = part * PART + begin + tl.arange(0, TILE)
         values = load_values(logits_ptr, adjusted_ptr, source, row, offs, vocab_size, stride_ln, stride_lv)
-        if temperature > 0:
-            is_kept = (offs < vocab_size) & (ordered(values) >= lowest)
-            if tl.max(is_kept.to(tl.int32), 0) > 0:
-                score = scaled_scores(values, highest, temperature)
-                if HAS_MIN_P:
-                    is_kept = is_kept & (tl.exp(score) >= tl.load(min_p_ptr + row).to(tl.float64))
-                score += _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), offs)
-                is_better = is_kept & (score > best)
-                best = tl.where(is_better, score, best)
-                best_id = tl.where(is_better, offs, best_id)
-        else:
-            score = values.to(tl.float64)
-            is_better = score > best
+        is_kept = (offs < vocab_size) & (ordered(values) >= lowest)
+        if tl.max(is_kept.to(tl.int32), 0) > 0:
+            score = scaled_scores(values, highest, temperature)
+            if HAS_MIN_P:
+                is_kept = is_kept & (tl.exp(score) >= tl.load(min_p_ptr + row).to(tl.float64))
+            score += _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), offs)
+            is_better = is_kept & (score > best)
             best = tl.where(is_better, score, best)
             best_id = tl.where(is_better, offs, best_id)
     most = tl.max(best, 0)
@@ -113,6 +113,9 @@ def best_kernel(
     adjusted_ptr,  # float32 [m, V]
     source_ptr,  # int32 [n]
     temperature_ptr,  # float32 [n]
+    top_k_ptr,  # int64 [n]
+    top_p_ptr,  # float32 [n]
+    min_p_ptr,  # float32 [n]
     seed_ptr,  # int64 [n]
     position_ptr,  # int64 [n]
     # sizes
@@ -123,12 +126,14 @@ def best_kernel(
     stride_lv,
     # options
     HAS_ROWS: tl.constexpr,  # False: all are greedy
+    HAS_LIMITS: tl.constexpr,  # False: no row has one
     HAS_ADJUSTED: tl.constexpr,
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Value, noise and token of the winner of each part; of a greedy row the largest value. Grid: (n, num_parts).
+    """Value, noise and token of the winner of each part; of a greedy row, and of one with a limit, the largest value.
 
+    Grid: (n, num_parts).
     Two tokens are compared by the difference of their values, so that the row's highest value need not be known.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -138,6 +143,9 @@ def best_kernel(
     temperature = 0.0
     if HAS_ROWS:
         temperature = tl.load(temperature_ptr + row)
+        if HAS_LIMITS:
+            is_limited = has_limit(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row)
+            temperature = tl.where(is_limited, 0.0, temperature)
     divisor = tl.where(temperature > 0, temperature, 1.0).to(tl.float64)
     value = tl.full((TILE,), LOWEST, tl.float32)
     noise = tl.zeros((TILE,), tl.float64)
@@ -176,24 +184,33 @@ def pick_kernel(
     best_id_ptr,
     num_bad_ptr,
     temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
     num_parts,
-    HAS_VALUES: tl.constexpr,  # `best` is the noise of a value; False: it is a score
     HAS_ROWS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The best of the parts, the lowest id among equals; and whether all logits are finite. Grid: (n,)."""
+    """The best of the parts, the lowest id among equals; and whether all logits are finite. Grid: (n,).
+
+    `best` is the score of a row with a limit, and the noise of the value in other rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, PARTS)
     is_part = offs < num_parts
     place = row * num_parts + offs
     best = tl.load(best_ptr + place, mask=is_part, other=0.0)
-    if HAS_VALUES:
-        value = tl.load(value_ptr + place, mask=is_part, other=LOWEST)
-        divisor = tl.full((), 1.0, tl.float64)
-        if HAS_ROWS:
-            temperature = tl.load(temperature_ptr + row)
-            divisor = tl.where(temperature > 0, temperature, 1.0).to(tl.float64)
-        best += (value.to(tl.float64) - tl.max(value, 0).to(tl.float64)) / divisor
+    value = tl.load(value_ptr + place, mask=is_part, other=LOWEST)
+    divisor = tl.full((), 1.0, tl.float64)
+    if HAS_ROWS:
+        temperature = tl.load(temperature_ptr + row)
+        divisor = tl.where(temperature > 0, temperature, 1.0).to(tl.float64)
+    score = best + (value.to(tl.float64) - tl.max(value, 0).to(tl.float64)) / divisor
+    if HAS_LIMITS:
+        best = tl.where(has_limit(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row), best, score)
+    else:
+        best = score
     best = tl.where(is_part, best, float("-inf"))
     best_id = tl.load(best_id_ptr + place, mask=is_part, other=0x7FFFFFFF)
     token = tl.min(tl.where(best == tl.max(best, 0), best_id, 0x7FFFFFFF), 0)
@@ -227,40 +244,43 @@ def sample_and_check(
     best, value, best_id, num_bad = (
         logits.new_empty(grid, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.int32, torch.int32)
     )
-    is_limited = rows is not None and (rows.has_top_k or rows.has_top_p or rows.has_min_p)
-    adjusted, source = _adjusted(logits, adjustments, has_source=is_limited)
-    if rows is not None and is_limited:
+    has_limits = rows is not None and (rows.has_top_k or rows.has_top_p or rows.has_min_p)
+    adjusted, source = _adjusted(logits, adjustments, has_source=has_limits)
+    settings = (logits,) * 4 if rows is None else (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    best_kernel[grid](
+        value,
+        best,
+        best_id,
+        num_bad,
+        logits,
+        adjusted,
+        source,
+        *settings,
+        *((logits,) * 2 if rows is None else (rows.seed, rows.position)),
+        vocab_size,
+        grid[1],
+        *logits.stride(),
+        HAS_ROWS=rows is not None,
+        HAS_LIMITS=has_limits,
+        HAS_ADJUSTED=adjustments is not None,
+        PART=parameters.part,
+        TILE=parameters.tile,
+        num_warps=parameters.num_warps,
+        enable_fp_fusion=False,
+    )
+    if rows is not None and has_limits:
         launch = Launch(
             logits,
             adjusted,
             source,
             rows,
+            limited=torch.arange(num_rows, device=logits.device) if rows.limited is None else rows.limited,
             highest=value,
             lowest=torch.zeros(num_rows, dtype=torch.int32, device=logits.device),
             num_parts=grid[1],
             parameters=parameters,
         )
-        _draw_limited(launch, best, best_id, num_bad)
-    else:
-        best_kernel[grid](
-            value,
-            best,
-            best_id,
-            num_bad,
-            logits,
-            adjusted,
-            source,
-            *((logits,) * 3 if rows is None else (rows.temperature, rows.seed, rows.position)),
-            vocab_size,
-            grid[1],
-            *logits.stride(),
-            HAS_ROWS=rows is not None,
-            HAS_ADJUSTED=adjustments is not None,
-            PART=parameters.part,
-            TILE=parameters.tile,
-            num_warps=parameters.num_warps,
-            enable_fp_fusion=False,
-        )
+        _draw_limited(launch, best, best_id)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     is_finite = logits.new_empty(num_rows, dtype=torch.uint8)
     pick_kernel[(num_rows,)](
@@ -270,10 +290,10 @@ def sample_and_check(
         best,
         best_id,
         num_bad,
-        value if rows is None else rows.temperature,
+        *settings,
         grid[1],
-        HAS_VALUES=not is_limited,
         HAS_ROWS=rows is not None,
+        HAS_LIMITS=has_limits,
         PARTS=round_up(grid[1]),
         enable_fp_fusion=False,
     )
@@ -294,36 +314,29 @@ def _adjusted(
     return adjusted, source
 
 
-def _draw_limited(launch: Launch, best: torch.Tensor, best_id: torch.Tensor, num_bad: torch.Tensor) -> None:
-    """Best score of each part among what the rows' limits keep."""
+def _draw_limited(launch: Launch, best: torch.Tensor, best_id: torch.Tensor) -> None:
+    """Best score of each part among what the rows' limits keep, in place of what is there."""
     logits, rows, parameters = launch.logits, launch.rows, launch.parameters
-    grid, vocab_size = (len(logits), launch.num_parts), logits.shape[1]
-    highest_kernel[grid](
-        launch.highest,
-        num_bad,
-        *launch.values,
-        vocab_size,
-        launch.num_parts,
-        *logits.stride(),
-        PART=parameters.part,
-        TILE=parameters.tile,
-        num_warps=parameters.num_warps,
-    )
+    if len(launch.limited) == 0:
+        return
     if rows.has_top_k:
         raise_lowest(launch, of_mass=False)
     if rows.has_top_p:
         raise_lowest(launch, of_mass=True)
-    draw_kernel[grid](
+    draw_kernel[(len(launch.limited), launch.num_parts)](
         best,
         best_id,
+        launch.limited,
         launch.highest,
         launch.lowest,
         *launch.values,
         rows.temperature,
+        rows.top_k,
+        rows.top_p,
         rows.min_p,
         rows.seed,
         rows.position,
-        vocab_size,
+        logits.shape[1],
         launch.num_parts,
         *logits.stride(),
         HAS_MIN_P=rows.has_min_p,

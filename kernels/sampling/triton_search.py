@@ -30,13 +30,13 @@ def _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, OF_MASS: tl.constexp
 
 
 @triton.jit
-def _limit(top_k_ptr, top_p_ptr, sums_ptr, row, num_rows, num_parts, OF_MASS: tl.constexpr, PARTS: tl.constexpr):
+def _limit(top_k_ptr, top_p_ptr, sums_ptr, row, index, num_rows, num_parts, OF_MASS: tl.constexpr, PARTS: tl.constexpr):
     """What measure(logits > t) stays below, int64; of a row without limit the largest number."""
     unlimited = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     if OF_MASS:
         # The first pass summed all that top-k keeps.
         top_p = tl.load(top_p_ptr + row).to(tl.float64)
-        total = tl.sum(_digit_sums(sums_ptr, 0, row, num_rows, num_parts, PARTS), 0)
+        total = tl.sum(_digit_sums(sums_ptr, 0, index, num_rows, num_parts, PARTS), 0)
         least = tl.maximum((top_p * total.to(tl.float64)).to(tl.int64), 1)
         limit = tl.where(top_p < 1.0, least, unlimited)
     else:
@@ -46,11 +46,11 @@ def _limit(top_k_ptr, top_p_ptr, sums_ptr, row, num_rows, num_parts, OF_MASS: tl
 
 
 @triton.jit
-def _digit_sums(sums_ptr, pass_index, row, num_rows, num_parts, PARTS: tl.constexpr):
+def _digit_sums(sums_ptr, pass_index, index, num_rows, num_parts, PARTS: tl.constexpr):
     """Measure per digit that a pass found in a row, int64 [16]. sums is [passes, n, num_parts, 16]."""
     offs_p = tl.arange(0, PARTS)[:, None]
     offs_d = tl.arange(0, _NUM_DIGITS)[None, :]
-    base = ((pass_index * num_rows + row) * num_parts + offs_p) * _NUM_DIGITS + offs_d
+    base = ((pass_index * num_rows + index) * num_parts + offs_p) * _NUM_DIGITS + offs_d
     return tl.sum(tl.load(sums_ptr + base, mask=offs_p < num_parts, other=0), 0)
 
 
@@ -73,14 +73,15 @@ def digit_kernel(
     sums_ptr,  # int64 [passes, n, num_parts, 16]
     prefix_ptr,  # uint32 as int32 [passes, n]: digits found before each pass
     above_ptr,  # int64 [passes, n]: measure of what lies above them
-    lowest_ptr,  # uint32 as int32 [n]: what an earlier search keeps
-    highest_ptr,  # float32 [n, num_parts]
-    logits_ptr,  # [n, V]
+    limited_ptr,  # int64 [n]: the row of the logits and settings; the three above are by its place here
+    lowest_ptr,  # uint32 as int32 [rows]: what an earlier search keeps
+    highest_ptr,  # float32 [rows, num_parts]
+    logits_ptr,  # [rows, V]
     adjusted_ptr,  # float32 [m, V]
-    source_ptr,  # int32 [n]
-    temperature_ptr,  # float32 [n]
-    top_k_ptr,  # int64 [n]
-    top_p_ptr,  # float32 [n]
+    source_ptr,  # int32 [rows]
+    temperature_ptr,  # float32 [rows]
+    top_k_ptr,  # int64 [rows]
+    top_p_ptr,  # float32 [rows]
     # sizes
     pass_index,
     num_rows,
@@ -100,16 +101,17 @@ def digit_kernel(
 
     Programs of rows without this limit return at once.
     """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(limited_ptr + index)
     if not _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, OF_MASS):
         return
     prefix = tl.full((), 0, tl.uint32)
     if not IS_FIRST:
-        place = (pass_index - 1) * num_rows + row
+        place = (pass_index - 1) * num_rows + index
         above = tl.load(above_ptr + place)
         prefix = tl.load(prefix_ptr + place).to(tl.uint32, bitcast=True)
-        limit = _limit(top_k_ptr, top_p_ptr, sums_ptr, row, num_rows, num_parts, OF_MASS, PARTS)
-        sums = _digit_sums(sums_ptr, pass_index - 1, row, num_rows, num_parts, PARTS)
+        limit = _limit(top_k_ptr, top_p_ptr, sums_ptr, row, index, num_rows, num_parts, OF_MASS, PARTS)
+        sums = _digit_sums(sums_ptr, pass_index - 1, index, num_rows, num_parts, PARTS)
         prefix, above = _descend(sums, prefix, above, limit)
         if part == 0:
             tl.store(prefix_ptr + place + num_rows, prefix.to(tl.int32, bitcast=True))
@@ -136,7 +138,7 @@ def digit_kernel(
                 found += tl.sum(tl.where(is_digit, mass[None, :], 0), 1)
             else:
                 found += tl.sum(is_digit.to(tl.int32), 1)
-    base = ((pass_index * num_rows + row) * num_parts + part) * _NUM_DIGITS
+    base = ((pass_index * num_rows + index) * num_parts + part) * _NUM_DIGITS
     tl.store(sums_ptr + base + tl.arange(0, _NUM_DIGITS), found)
 
 
@@ -146,6 +148,7 @@ def lowest_kernel(
     sums_ptr,
     prefix_ptr,
     above_ptr,
+    limited_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -156,12 +159,13 @@ def lowest_kernel(
     PARTS: tl.constexpr,
 ):
     """The last digit; raises lowest[row] to what this search keeps. Pointers as above. Grid: (n,)."""
-    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(limited_ptr + index)
     if not _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, OF_MASS):
         return
-    place = LAST_PASS * num_rows + row
-    limit = _limit(top_k_ptr, top_p_ptr, sums_ptr, row, num_rows, num_parts, OF_MASS, PARTS)
-    sums = _digit_sums(sums_ptr, LAST_PASS, row, num_rows, num_parts, PARTS)
+    place = LAST_PASS * num_rows + index
+    limit = _limit(top_k_ptr, top_p_ptr, sums_ptr, row, index, num_rows, num_parts, OF_MASS, PARTS)
+    sums = _digit_sums(sums_ptr, LAST_PASS, index, num_rows, num_parts, PARTS)
     prefix = tl.load(prefix_ptr + place).to(tl.uint32, bitcast=True)
     key, _ = _descend(sums, prefix, tl.load(above_ptr + place), limit)
     earlier = tl.load(lowest_ptr + row).to(tl.uint32, bitcast=True)
@@ -170,7 +174,7 @@ def lowest_kernel(
 
 def raise_lowest(launch: Launch, *, of_mass: bool) -> None:
     """Raise launch.lowest to what top-p (of_mass) or top-k keeps."""
-    rows, (num_rows, vocab_size) = launch.rows, launch.logits.shape
+    rows, num_rows, vocab_size = launch.rows, len(launch.limited), launch.logits.shape[1]
     new = launch.lowest.new_zeros
     sums = new((NUM_PASSES, num_rows, launch.num_parts, 1 << DIGIT_BITS), dtype=torch.int64)
     prefix, above = new((NUM_PASSES, num_rows)), new((NUM_PASSES, num_rows), dtype=torch.int64)
@@ -179,6 +183,7 @@ def raise_lowest(launch: Launch, *, of_mass: bool) -> None:
             sums,
             prefix,
             above,
+            launch.limited,
             launch.lowest,
             launch.highest,
             *launch.values,
@@ -201,6 +206,7 @@ def raise_lowest(launch: Launch, *, of_mass: bool) -> None:
         sums,
         prefix,
         above,
+        launch.limited,
         rows.temperature,
         rows.top_k,
         rows.top_p,

@@ -24,7 +24,8 @@ class Launch:
     adjusted: torch.Tensor  # float32 [m, vocab]; the logits where nothing is adjusted, never read then
     source: torch.Tensor  # int32 [n] row of `adjusted`, -1 for a row of the logits
     rows: SamplingRows
-    highest: torch.Tensor  # float32 [n, num_parts] largest value of each part
+    limited: torch.Tensor  # int64 [m] rows that may have a limit
+    highest: torch.Tensor  # float32 [n, num_parts] largest value of each part, of rows that have a limit
     lowest: torch.Tensor  # uint32 as int32 [n] lowest kept value, in the order of `ordered`
     num_parts: int  # of a row
     parameters: SampleLaunch
@@ -85,35 +86,14 @@ def scaled_scores(values, highest, temperature):
 
 
 @triton.jit
+def has_limit(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row):
+    """Whether the row draws, and not from all tokens."""
+    limited = (tl.load(top_k_ptr + row) > 0) | (tl.load(top_p_ptr + row) < 1.0) | (tl.load(min_p_ptr + row) > 0)
+    return limited & (tl.load(temperature_ptr + row) > 0)
+
+
+@triton.jit
 def not_finite(logits_ptr, row, offs, vocab_size, stride_ln, stride_lv):
     """1 for each logit, as it is before adjustments, that is not finite; else 0."""
     ptrs = logits_ptr + row * stride_ln + offs.to(tl.int64) * stride_lv
     return (tl.abs(tl.load(ptrs, mask=offs < vocab_size, other=0.0).to(tl.float32)) < float("inf")).to(tl.int32) ^ 1
-
-
-@triton.jit(do_not_specialize=["num_parts"])
-def highest_kernel(
-    highest_ptr,  # float32 [n, num_parts]
-    num_bad_ptr,  # int32 [n, num_parts]: logits that are not finite
-    logits_ptr,  # [n, V]
-    adjusted_ptr,  # float32 [m, V]
-    source_ptr,  # int32 [n], row of `adjusted` or -1
-    vocab_size,
-    num_parts,
-    stride_ln,
-    stride_lv,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The largest value of each part, and whether its logits are finite. Grid: (n, num_parts)."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    source = tl.load(source_ptr + row)
-    highest = tl.full((TILE,), float("-inf"), tl.float32)
-    num_bad = tl.zeros((TILE,), tl.int32)
-    for begin in range(0, PART, TILE):
-        offs = part * PART + begin + tl.arange(0, TILE)
-        values = load_values(logits_ptr, adjusted_ptr, source, row, offs, vocab_size, stride_ln, stride_lv)
-        highest = tl.maximum(highest, values)
-        num_bad += not_finite(logits_ptr, row, offs, vocab_size, stride_ln, stride_lv)
-    tl.store(num_bad_ptr + row * num_parts + part, tl.sum(num_bad, 0))
-    tl.store(highest_ptr + row * num_parts + part, tl.max(highest, 0))

@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from kernels.buckets import bucket, round_up
+from kernels.gated_activation import gated_activation
+from kernels.gated_activation import triton_kernel as gate
 from kernels.lora import ModuleGroup, adapter_segments, ops, triton_segments
 from kernels.lora.cases import Case, GroupInputs, make_group
+from kernels.lora.expansion import MOST_TOKENS, Expansion
 from kernels.paged_attention import AttentionBatch, RowBatch, triton_kernel
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
 from kernels.paged_attention.options import Options
+from kernels.rms_norm import triton_kernel as norm
+from kernels.rope import apply_rope_and_store_kv
 from kernels.rope import cases as rope_cases
 from kernels.rope import triton_kernel as rope
 from kernels.sampling import sample_and_check
@@ -176,27 +181,86 @@ def test_adapters_launch_the_same_grids_whatever_their_ranks_and_tokens(
     assert launched(wider) != first
 
 
+def llama_group(widths: tuple[int, ...], in_features: int = 4096) -> ModuleGroup:
+    """Linears of an 8B Llama in a table of 256 slots."""
+    table = torch.zeros(len(widths), 256, dtype=torch.int32)
+    return ModuleGroup(
+        torch.empty(1, 8, 1024, dtype=torch.bfloat16), table[0], table, table, table.float(), in_features, widths
+    )
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_adapters", "blocks"), [(64, 8, 11), (64, 64, 64), (256, 8, 23), (256, 64, 76)]
 )
 def test_programs_follow_the_adapters_of_the_step_not_the_slots(
     num_tokens: int, num_adapters: int, blocks: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The linears of an 8B Llama with 256 slots, adapters of rank 16: as many programs as work, and a few more."""
-    monkeypatch.setattr(ops, "runs_triton", lambda tensor: True)
-    table = torch.zeros(3, 256, dtype=torch.int32)
+    """The linears of an 8B Llama with 256 slots, adapters of rank 16: as many programs as work, and a few more.
+
+    The gate has the blocks of tokens with adapters, and those of all tokens for the ones without.
+    """
+    for module in ("lora.ops", "gated_activation", "rope"):
+        monkeypatch.setattr(f"kernels.{module}.runs_triton", lambda tensor: True)
     slots = torch.arange(num_tokens, dtype=torch.int32) % num_adapters * 3
-    segments = adapter_segments(slots, 256, num_groups=num_adapters)
-    grids = []
-    for in_features, widths in ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336,) * 2), (14336, (4096,))):
-        pages = torch.empty(1, 8, 1024, dtype=torch.bfloat16)
-        rows = table[: len(widths)]
-        group = ModuleGroup(pages, table[0], rows, rows, rows.float(), in_features, widths)
-        x, y = (torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in (in_features, sum(widths)))
-        ops.add_lora_group(y, x, group, segments, max_rank=16)
-        grids += [math.prod(grid) for _, grid, _ in launches]
+    segments = triton_segments.segments(slots, 256, 16, num_adapters)
+    assert [(name, grid) for name, grid, _ in launches] == [("count_kernel", (256,)), ("place_kernel", (257,))]
+
+    def grids(in_features: int, widths: tuple[int, ...], read: Callable[[Expansion], Any]) -> list[tuple[str, int]]:
+        """Programs of a linear's shrink, and of whoever reads its output y, by `read`."""
         launches.clear()
-    assert grids == [blocks * programs for programs in (8 * 3, 32 * 3, 8, 32, 8 * 2, 112 * 2, 16, 32)]
+        x, y = (torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in (in_features, sum(widths)))
+        group = llama_group(widths, in_features)
+        h = ops.lora_shrink(x, group, segments, max_rank=16)
+        read(Expansion(y, h, group, segments))
+        return [(name, math.prod(grid)) for name, grid, _ in launches]
+
+    def rotate(expansion: Expansion) -> None:
+        parts = torch.split(expansion.y, [4096, 1024, 1024], dim=1)
+        query, key, value = (part.view(num_tokens, -1, 128) for part in parts)
+        table = torch.empty(num_tokens, 64)
+        caches = [torch.empty(2, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
+        positions = torch.empty(num_tokens, dtype=torch.int64)
+        apply_rope_and_store_kv(
+            query, key, value, None, table, table, caches[0], caches[1], positions, expansion=expansion
+        )
+
+    joint = [("rope_expand_kernel", num_tokens * 10)]
+    apart = [("expand_kernel", blocks * 32 * 3), ("rope_kernel", num_tokens * 10)]
+    assert grids(4096, (4096, 1024, 1024), rotate) == [
+        ("shrink_kernel", blocks * 8 * 3),
+        *(joint if num_tokens <= MOST_TOKENS else apart),
+    ]
+    assert grids(4096, (14336, 14336), lambda each: gated_activation(each.y, "silu", each)) == [
+        ("shrink_kernel", blocks * 8 * 2),
+        ("gate_expand_kernel", (blocks + num_tokens // 16) * 112),
+    ]
+    for in_features, parts in ((4096, 8), (14336, 16)):
+        assert grids(in_features, (4096,), lambda each: each.add()) == [
+            ("shrink_kernel", blocks * parts),
+            ("expand_kernel", blocks * 32),
+        ]
+
+
+@pytest.mark.parametrize("num_rows", [64, 256])
+def test_programs_of_the_other_kernels_follow_the_rows(num_rows: int, launches: list[Launch]) -> None:
+    """Of one layer of an 8B Llama, and of what a step does once. Neither contexts nor adapters change them."""
+    hidden = torch.empty(num_rows, 4096, dtype=torch.bfloat16)
+    norm.rms_norm(hidden, hidden[0], 1e-5, hidden, 0.0)
+    gate.gated_activation(torch.empty(num_rows, 2 * 14336, dtype=torch.bfloat16), "silu")
+    cache = torch.empty(4, 16, 8, 128, dtype=torch.bfloat16)
+    numbers = torch.zeros(num_rows, dtype=torch.int32)
+    batch = RowBatch(torch.zeros(num_rows, 64, dtype=torch.int32), numbers, numbers, 1024)
+    query = torch.empty(num_rows, 32, 128, dtype=torch.bfloat16)
+    triton_kernel.paged_attention(query, cache, cache, batch, Options(0.1))
+    sampling.sample(torch.empty(num_rows, 128_256, dtype=torch.bfloat16), None, None)
+    assert {name: math.prod(grid) for name, grid, _ in launches} == {
+        "rms_norm_kernel": num_rows,
+        "gated_activation_kernel": num_rows * 14,
+        "list_kernel": num_rows,
+        "decode_kernel": 2 * 3,  # three on each of two multiprocessors
+        "best_kernel": num_rows * 16,
+        "pick_kernel": num_rows,
+    }
 
 
 def test_routing_tokens_launches_the_same_grids_whatever_their_slots(launches: list[Launch]) -> None:
@@ -247,9 +311,9 @@ def test_sampling_launches_the_same_grids_whatever_the_rows_ask_for(launches: li
         ([(0.7, 0, 1.0, 0.0)] * 3, ["best_kernel", "pick_kernel"]),
         (
             [(0.7, 5, 1.0, 0.0)] * 3,
-            ["highest_kernel", *["digit_kernel"] * 8, "lowest_kernel", "draw_kernel", "pick_kernel"],
+            ["best_kernel", *["digit_kernel"] * 8, "lowest_kernel", "draw_kernel", "pick_kernel"],
         ),
-        ([(0.7, 0, 1.0, 0.1)] * 3, ["highest_kernel", "draw_kernel", "pick_kernel"]),
+        ([(0.7, 0, 1.0, 0.1)] * 3, ["best_kernel", "draw_kernel", "pick_kernel"]),
     ],
     ids=["greedy", "drawn", "top-k", "min-p"],
 )
@@ -264,3 +328,17 @@ def test_rows_without_limits_are_sampled_in_one_pass(
     monkeypatch.setattr("kernels.sampling.native.can_serve", lambda logits: False)
     sample_and_check(make_logits(3, 301), None if settings is None else make_rows(settings))
     assert [name for name, _, _ in launches] == expected
+
+
+def test_limits_are_computed_for_the_rows_that_have_one(launches: list[Launch]) -> None:
+    """One pass over the logits of all rows; everything else is for rows 1 and 3 alone."""
+    drawn = (1.0, 0, 1.0, 0.0)
+    rows = make_rows([drawn, (0.7, 5, 0.9, 0.0), (0.0, 5, 0.9, 0.1), (1.0, 0, 1.0, 0.1), *[drawn] * 60])
+    sampling.sample(make_logits(64, 301), replace(rows, limited=torch.tensor([1, 3])), None)
+    first, *limits, last = [(name, grid) for name, grid, _ in launches]
+    assert (first, last) == (("best_kernel", (64, 1)), ("pick_kernel", (64,)))
+    assert [name for name, _ in limits] == [*[*["digit_kernel"] * 8, "lowest_kernel"] * 2, "draw_kernel"]
+    assert all(grid[0] == 2 for _, grid in limits)
+    launches.clear()
+    sampling.sample(make_logits(64, 301), replace(rows, limited=torch.tensor([], dtype=torch.int64)), None)
+    assert [name for name, _, _ in launches] == ["best_kernel", "pick_kernel"]

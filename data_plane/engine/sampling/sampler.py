@@ -203,7 +203,9 @@ class Sampler:
         settings: dict[str, Any] = {name: self._tensor(array) for name, array in values.items()}
         for name in FILTERS:
             settings[f"has_{name}"] = bool((values[name] != DRAW_PARAMETERS[name].neutral).any())
-        return SamplingRows(**settings, position=self._tensor(np.zeros_like(rows)))
+        limits = [values[name] != DRAW_PARAMETERS[name].neutral for name in FILTERS]
+        limited = np.flatnonzero(np.logical_or.reduce(limits) & (values["temperature"] > 0))
+        return SamplingRows(**settings, position=self._tensor(np.zeros_like(rows)), limited=self._tensor(limited))
 
     def adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments | None:
         """Adjustments of the rows whose logits change in this step. None if no row's logits change."""

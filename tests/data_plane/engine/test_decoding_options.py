@@ -129,6 +129,26 @@ def test_row_past_its_min_tokens_costs_what_a_plain_one_costs() -> None:
     assert adjustments[1] is None
 
 
+def test_limits_are_computed_for_the_rows_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greedy row has none, whatever its settings say."""
+    sampler = Sampler(max_rows=6, vocab_size=256, device=torch.device("cpu"))
+    drawn = replace(SAMPLED, top_k=0, top_p=1.0)
+    greedy = {"top_k": 5, "temperature": 0.0}
+    limits: list[dict[str, Any]] = [{}, {"top_k": 5}, greedy, {"min_p": 0.1}, {}, {"top_p": 0.9}]
+    for row, settings in enumerate(limits):
+        sampler.add(new_row(row, sampling=replace(drawn, **settings)))
+    seen: list[Any] = []
+
+    def sampled(logits: torch.Tensor, rows: Any, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(rows)
+        return torch.zeros(len(logits), dtype=torch.int64), torch.ones(len(logits), dtype=torch.bool)
+
+    monkeypatch.setattr("data_plane.engine.sampling.sampler.sample_and_check", sampled)
+    for rows in ([0, 1, 2, 3, 4, 5], [5, 0, 3], [0, 4]):
+        sampler.sample(torch.zeros(len(rows), 256), np.array(rows), np.zeros(len(rows), dtype=np.int64))
+    assert [rows.limited.tolist() for rows in seen] == [[1, 3, 5], [0, 2], []]
+
+
 def test_rows_with_options_free_what_they_held(engine: TorchEngine) -> None:
     penalised = replace(SAMPLED, repetition_penalty=1.4, min_tokens=2, banned_token_ids=array([3]))
     Planner(engine, chunk=4).run([Job(PROMPT, 3, sampling=penalised) for _ in range(20)])

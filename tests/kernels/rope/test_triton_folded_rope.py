@@ -149,3 +149,17 @@ def test_what_is_not_folded_is_expanded_first(device: torch.device, folded: list
     parts = (apart.parts[0].clone(), *apart.parts[1:])
     assert triton_folded.tile_columns(*parts, apart.expansion, has_norm=False) is None
     assert not folded
+
+
+def test_a_token_past_2_to_the_31_values_is_found(device: torch.device, folded: list[Any]) -> None:
+    """Of the 4 GiB only the pages of two rows are ever touched."""
+    near = call(torch.bfloat16, device, case=replace(CASE, token_slots=(1, 2)))
+    y = near.expansion.y
+    far = torch.empty((1 << 31) + y.shape[1], dtype=y.dtype, device=device).as_strided(y.shape, (1 << 31, 1)).copy_(y)
+    query, key, value = far.split([part.shape[1] * part.shape[2] for part in near.parts], dim=1)
+    shapes = [part.shape[1:] for part in near.parts]
+    parts = (query.unflatten(1, shapes[0]), key.unflatten(1, shapes[1]), value.unflatten(1, shapes[2]))
+    expected = near.run()
+    found = replace(near, expansion=replace(near.expansion, y=far), parts=parts).run()
+    assert len(folded) == 2
+    assert torch.equal(found[0], expected[0])

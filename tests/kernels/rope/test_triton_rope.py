@@ -129,3 +129,17 @@ def test_a_token_past_2_to_the_31_values_is_found(device: torch.device) -> None:
     triton_kernel.apply_rope(far, key, None, *turn, None, None)
     assert torch.equal(far, key)
     assert far[1, 0].tolist() == [-12, -13, -14, -15, 8, 9, 10, 11]
+
+
+def test_a_kv_position_past_2_to_the_31_values_is_written(device: torch.device) -> None:
+    """Of the caches of 4 GiB only the pages of two tokens are ever touched."""
+    far = (1 << 31) // 8 + 5
+    keys, values = (torch.empty(far // 16 + 1, 16, 1, 8, dtype=torch.float16, device=device) for _ in range(2))
+    key = torch.arange(16.0, device=device).half().view(2, 1, 8)
+    value = -key
+    turn = (torch.ones(2, 4, device=device), torch.zeros(2, 4, device=device))  # by nothing
+    store = (value, keys, values, torch.tensor([far, 3], device=device))
+    triton_kernel.apply_rope(key.clone(), key, None, *turn, None, store)
+    for token, position in enumerate((far, 3)):
+        assert torch.equal(keys[position // 16, position % 16], key[token])
+        assert torch.equal(values[position // 16, position % 16], value[token])

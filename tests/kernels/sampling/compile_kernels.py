@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kernels.sampling import triton_adjust, triton_kernel, triton_logprobs, triton_search, triton_values
+from kernels.sampling import triton_adjust, triton_kernel, triton_logprobs, triton_search
 from kernels.sampling.launch import SampleLaunch
 from tests.kernels.compiling import compile_for_h200
 
 # Element types of pointers, by argument; the others are the logits'.
 POINTERS = {
-    "i64": "sums above top_k seed position rows history_row bias_row bias_token token_ids rank tokens",
+    "i64": "sums above limited top_k seed position rows history_row bias_row bias_token token_ids rank tokens",
     "i32": "source lowest prefix best_id history num_bad",
     "fp64": "best",
     "u8": "is_finite",
@@ -42,16 +42,17 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], num_warps: int = 4) -
 def main() -> None:
     launch = SampleLaunch()
     sizes = {"PARTS": 16, "PART": launch.part, "TILE": launch.tile}
-    compile_kernel(triton_values.highest_kernel, {name: sizes[name] for name in ("PART", "TILE")})
     for of_mass in (False, True):
         for is_first in (False, True):
             options = {"IS_FIRST": is_first, "OF_MASS": of_mass, "stride_lv": 1}
             compile_kernel(triton_search.digit_kernel, options | sizes, num_warps=launch.search_warps)
         compile_kernel(triton_search.lowest_kernel, {"LAST_PASS": 7, "OF_MASS": of_mass, "PARTS": 16})
     compile_kernel(triton_kernel.draw_kernel, {"HAS_MIN_P": True, "stride_lv": 1} | sizes)
-    one_pass = {"HAS_ROWS": True, "HAS_ADJUSTED": True, "stride_lv": 1, "PART": launch.part, "TILE": launch.tile}
-    compile_kernel(triton_kernel.best_kernel, one_pass)
-    compile_kernel(triton_kernel.pick_kernel, {"PARTS": 16, "HAS_VALUES": True, "HAS_ROWS": True})
+    one_pass = {"HAS_ADJUSTED": True, "stride_lv": 1, "PART": launch.part, "TILE": launch.tile}
+    for has_limits in (False, True):
+        rows = {"HAS_ROWS": True, "HAS_LIMITS": has_limits}
+        compile_kernel(triton_kernel.best_kernel, one_pass | rows)
+        compile_kernel(triton_kernel.pick_kernel, {"PARTS": 16} | rows)
     compile_kernel(triton_adjust.penalise_kernel, {"BLOCK": triton_adjust.BLOCK, "stride_lv": 1})
     compile_kernel(triton_adjust.bias_kernel, {"BLOCK": triton_adjust.BLOCK_BIASES})
     compile_kernel(triton_logprobs.normalise_kernel, {"BLOCK": triton_logprobs.BLOCK, "stride_lv": 1}, num_warps=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cases import to_device
-from kernels.sampling import SamplingRows, reference, rows_of, sample, triton_kernel, triton_logprobs
+from kernels.sampling import DRAW_PARAMETERS, SamplingRows, reference, rows_of, sample, triton_kernel, triton_logprobs
 from kernels.sampling.cases import make_adjustments
 from kernels.sampling.launch import SampleLaunch
 from kernels.sampling.logprobs import normalise
@@ -48,6 +48,16 @@ def test_mixed_rows_draw_what_the_definition_draws() -> None:
     expected = reference.sample(logits, rows, adjustments)
     assert not torch.equal(expected, reference.sample(logits, rows, None)), "the adjustments decide nothing"
     actual = triton_kernel.sample(logits.to(DEVICE), to_device(rows, DEVICE), to_device(adjustments, DEVICE), **PARTS)
+    assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("limited", [[2, 3, 4], [0, 1, 2, 3, 4], None], ids=str)
+def test_rows_without_a_limit_draw_the_same_beside_those_that_have_one(limited: list[int] | None) -> None:
+    """Rows that are named and have none change nothing."""
+    logits, rows = make_logits(5, 301), make_rows(MIXED)
+    expected = reference.sample(logits, rows, None)
+    named = None if limited is None else torch.tensor(limited)
+    actual = triton_kernel.sample(logits.to(DEVICE), to_device(replace(rows, limited=named), DEVICE), None, **PARTS)
     assert torch.equal(actual.cpu(), expected)
 
 
@@ -117,7 +127,7 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     logits, rows = make_logits(5, 150), make_rows(MIXED)
     together = triton_kernel.sample(logits.to(DEVICE), to_device(rows, DEVICE), None, **PART)
     kept = torch.tensor([3, 2])
-    tensors = {item.name: getattr(rows, item.name) for item in fields(rows) if not item.name.startswith("has_")}
+    tensors = {name: getattr(rows, name) for name in ("position", *DRAW_PARAMETERS)}
     some = rows_of(len(kept), **{name: tensor[kept] for name, tensor in tensors.items()})  # flags: all searched
     assert torch.equal(
         triton_kernel.sample(logits[kept].to(DEVICE), to_device(some, DEVICE), None, **PART), together[kept]

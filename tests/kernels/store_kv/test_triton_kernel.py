@@ -164,3 +164,19 @@ def test_a_token_past_2_to_the_31_values_is_read(device: torch.device) -> None:
         triton_kernel.store_kv(tokens, tokens, *caches[:2], kv_positions, *caches[2:])
         reference.store_kv(tokens.cpu(), tokens.cpu(), *expected[:2], kv_positions.cpu(), *expected[2:])
         assert torch.equal(caches[0].cpu().float(), expected[0].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, FP8], ids=str)
+def test_a_kv_position_past_2_to_the_31_values_is_written(dtype: torch.dtype, device: torch.device) -> None:
+    """Of the caches of 2 to 4 GiB only the pages of two tokens are ever touched."""
+    far = (1 << 31) // 8 + 5
+    keys, values = (torch.empty(far // 16 + 1, 16, 1, 8, dtype=dtype, device=device) for _ in range(2))
+    key = torch.arange(16.0, device=device).view(2, 1, 8)
+    kv_positions = torch.tensor([far, 3], device=device)
+    if dtype is FP8:
+        triton_kernel.store_kv(key, -key, keys, values, kv_positions, 1.0, 1.0)
+    else:
+        triton_kernel.store_kv(key, -key, keys, values, kv_positions)
+    for token, position in enumerate((far, 3)):
+        assert torch.equal(keys[position // 16, position % 16].float(), key[token])
+        assert torch.equal(values[position // 16, position % 16].float(), -key[token])

@@ -146,3 +146,23 @@ def test_every_bucket_is_searched_once() -> None:
     for is_short in (True, False):
         every = list(shapes(is_short))
         assert len(every) == len(set(every)) > 10
+
+
+def test_problems_have_the_slot_table_and_the_programs_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight adapters in a table of 256 slots: 64 tokens launch the programs of 11 blocks."""
+    launched: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*positional: Any, **named: Any) -> None:
+            launched.append((grid, dict(zip(kernel.arg_names, positional, strict=False)) | named))
+
+        return launch
+
+    shape = Shape(64, (64, 64), 64, 16, 64)
+    problems = (shrink_problem(shape, CPU, torch.bfloat16), expand_problem(shape, CPU, torch.bfloat16))
+    with monkeypatch.context() as patched:
+        patched.setattr("triton.runtime.jit.KernelInterface.__getitem__", launcher)
+        for problem in problems:
+            problem.run(problem.default)
+    assert [grid[0] for grid, _ in launched] == [11, 11]
+    assert all(arguments["stride_table"] == 256 for _, arguments in launched)
