@@ -11,7 +11,6 @@ begin after --limit-s are left out, and the exit status is 75 then.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import platform
 import statistics
@@ -39,7 +38,12 @@ RANK = 16
 NUM_SLOTS = 256
 BLOCK_SIZE = 16
 NUM_RUNS = 5  # of --steps steps each; the table has the median
-GRAPHS = {"eager": "off", "graphs": "auto"}  # mode -> --cuda-graphs
+# By mode, what a worker's settings are. "1 stream": shrinks are queued with everything else.
+MODES = {
+    "eager": {"cuda_graphs": "off"},
+    "graphs": {"cuda_graphs": "auto"},
+    "1 stream": {"cuda_graphs": "auto", "adapter_stream": "off"},
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def make_engine(options: argparse.Namespace, mode: str) -> TorchEngine:
     shape: ModelShape = SHAPES[options.shape]
     dtype, num_adapters = getattr(torch, options.dtype or shape.dtype), max(options.adapters)
     tokens_per_row = options.context + num_steps(options) + 2 * BLOCK_SIZE
-    more: Any = {"cuda_graphs": GRAPHS[mode]} if captures_graphs() else {}
+    more: Any = MODES[mode]
     with tempfile.TemporaryDirectory(prefix="motet-steps-") as folder:
         llama_config(shape).save_pretrained(folder)
         config = WorkerConfig(
@@ -103,11 +107,6 @@ def make_engine(options: argparse.Namespace, mode: str) -> TorchEngine:
     for slot in range(num_adapters):
         engine.arena.load_zeros(slot, 1, RANK, is_trained=True)
     return engine
-
-
-def captures_graphs() -> bool:
-    """Whether workers capture CUDA graphs."""
-    return any(field.name == "cuda_graphs" for field in dataclasses.fields(WorkerConfig))
 
 
 def num_steps(options: argparse.Namespace) -> int:
@@ -138,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{where}, torch {torch.__version__}, {options.shape} {dtype}, context {options.context}, rank {RANK}")
     print(f"copy rate of this run: {rate / 1e9:.1f} GB/s; {NUM_SLOTS} slots\n{HEADER}", flush=True)
     found, left_out = [], 0
-    modes = list(GRAPHS) if captures_graphs() and device.type == "cuda" else ["eager"]
+    modes = list(MODES) if device.type == "cuda" else ["eager"]
     for mode in modes:
         driver = Driver(make_engine(options, mode))
         for num_rows in options.rows:

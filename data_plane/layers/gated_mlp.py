@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from data_plane.layers.lora_linear import LoraLinear
+from data_plane.layers.lora_linear import LoraLinear, product_of
 from kernels.gated_activation import gated_activation
+from kernels.lora.expansion import Expansion
 
 
 class GatedMlp(nn.Module):
@@ -20,8 +21,14 @@ class GatedMlp(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] for hidden_states [..., hidden]."""
+        output, expansion = self.product(hidden_states)
+        if expansion is not None:
+            expansion.add()
+        return output
+
+    def product(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Expansion | None]:
+        """See LoraLinear.product."""
         both, expansion = self.gate_up.product(hidden_states)
         rows = both.view(-1, both.shape[-1]) if expansion is None else expansion.y
         active = gated_activation(rows, self.activation, expansion)
-        output: torch.Tensor = self.down_proj(active.view(*both.shape[:-1], -1))
-        return output
+        return product_of(self.down_proj, active.view(*both.shape[:-1], -1))

@@ -109,6 +109,11 @@ class LoraLinear(nn.Linear):
         self.packed = share(self.weight)
 
 
+def product_of(linear: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, Expansion | None]:
+    """LoraLinear.product; of another module its output."""
+    return linear.product(input) if isinstance(linear, LoraLinear) else (linear(input), None)
+
+
 def replace_linears(model: nn.Module, names: Collection[str], context: StepContext) -> None:
     """Replace each named linear of the model by a LoraLinear with a packed weight."""
     for name in names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from kernels.lora.expansion import Expansion
 from kernels.rms_norm import rms_norm
 
 
@@ -33,16 +34,19 @@ class RmsNorm(nn.Module):
         """The norm of rows [T, n], which may be a column slice."""
         return rms_norm(rows, self.weight, self.eps, weight_offset=self.weight_offset)
 
-    def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """stream [..., n] += x, in place; the norm of the sum, of the same shape."""
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor, expansion: Expansion | None = None) -> torch.Tensor:
+        """stream [..., n] += x, in place; the norm of the sum, of the same shape. `expansion`: what x still lacks."""
         width = stream.shape[-1]
-        rows, added = stream.view(-1, width), x.reshape(-1, width)
-        normed = rms_norm(added, self.weight, self.eps, residual=rows, weight_offset=self.weight_offset)
+        rows = stream.view(-1, width)
+        added = x.reshape(-1, width) if expansion is None else expansion.y
+        normed = rms_norm(
+            added, self.weight, self.eps, residual=rows, weight_offset=self.weight_offset, expansion=expansion
+        )
         return normed.view(stream.shape)
 
-    def prepare(self, stream: torch.Tensor, x: torch.Tensor) -> None:
+    def prepare(self, stream: torch.Tensor, x: torch.Tensor, expansion: Expansion | None = None) -> None:
         """Compute add_to, and keep its result for the forward pass of `stream`."""
-        self.keep(stream, self.add_to(stream, x))
+        self.keep(stream, self.add_to(stream, x, expansion))
 
     def keep(self, stream: torch.Tensor, normed: torch.Tensor) -> None:
         """Let the forward pass of `stream` return `normed`, its norm."""

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from data_plane.layers.attention import AttentionSettings, Rotation, attention_of
-from data_plane.layers.lora_linear import LoraLinear
+from data_plane.layers.lora_linear import LoraLinear, product_of
 from data_plane.layers.rms_norm import RmsNorm
+from kernels.lora.expansion import Expansion
 from kernels.rope import HeadNorm
 
 
@@ -41,10 +42,19 @@ class RotaryAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
     ) -> tuple[torch.Tensor, None]:
+        """`product`, with nothing left to add."""
+        output, expansion = self.product(hidden_states, position_embeddings)
+        if expansion is not None:
+            expansion.add()
+        return output, None
+
+    def product(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
+    ) -> tuple[torch.Tensor, Expansion | None]:
         """[1, T, hidden] for hidden_states [1, T, hidden]; position_embeddings are cos and sin [1, T, rotary size].
 
         Both tables hold every value twice, as transformers makes them. Other arguments are the same in all steps and
-        were checked when this module was built.
+        were checked when this module was built. See LoraLinear.product.
         """
         num_tokens = hidden_states.shape[1]
         joint: Any
@@ -63,7 +73,7 @@ class RotaryAttention(nn.Module):
         )
         rotation = Rotation(cos, sin, norm, expansion)
         out = attention_of(self).attend_rotated(query, key, value, rotation, self.settings)
-        return self.o_proj(out.reshape(1, num_tokens, -1)), None
+        return product_of(self.o_proj, out.reshape(1, num_tokens, -1))
 
     @property
     def head_norm(self) -> HeadNorm | None:

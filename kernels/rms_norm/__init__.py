@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
+from kernels.lora.expansion import Expansion
 from kernels.rms_norm import cpu, native
 
 __all__ = ["rms_norm"]
@@ -19,10 +20,12 @@ def rms_norm(
     *,
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
+    expansion: Expansion | None = None,
 ) -> torch.Tensor:
     """[T, H] for x [T, H] and weight [H], in x's dtype; weight_offset is 1 for Gemma.
 
-    A residual [T, H] of x's dtype takes the sum residual + x in place, and the result is the norm of that sum.
+    A residual [T, H] of x's dtype takes the sum residual + x in place, and the result is the norm of that sum. With an
+    expansion, whose y is x, it is added to x first.
     """
     if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
         raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [T, H] and [H]")
@@ -30,7 +33,17 @@ def rms_norm(
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, want {x.dtype} {tuple(x.shape)}")
     tensors = [x, weight] if residual is None else [x, weight, residual]
     is_dense = all(tensor.stride(-1) == 1 for tensor in tensors)
-    if runs_triton(x) and is_dense and x.shape[1] <= MAX_TRITON_HIDDEN:
+    is_one_launch = runs_triton(x) and is_dense and x.shape[1] <= MAX_TRITON_HIDDEN
+    if expansion is not None:
+        if expansion.y is not x:
+            raise ValueError("the expansion is of another tensor than x")
+        if is_one_launch and residual is not None:
+            from kernels.rms_norm import triton_folded
+
+            if (columns := triton_folded.tile_columns(expansion)) is not None:
+                return triton_folded.rms_norm(expansion, weight, eps, residual, weight_offset, columns)
+        expansion.add()
+    if is_one_launch:
         from kernels.rms_norm import triton_kernel
 
         return triton_kernel.rms_norm(x, weight, eps, residual, weight_offset)

@@ -1,4 +1,7 @@
-"""rms_norm on the GPU: one program per token, one read of the row."""
+"""rms_norm on the GPU: one program per token, one read of the row.
+
+Multiply and add are never fused, so that triton_folded.py gives the same bits.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,36 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import round_up
+
+
+@triton.jit
+def norm_row(
+    token,  # int64
+    y_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    eps,
+    weight_offset,
+    stride_xt,
+    stride_rt,
+    HIDDEN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """The norm of one row. The order of its sum follows BLOCK_H and the program's warps."""
+    offs = tl.arange(0, BLOCK_H)
+    is_inside = offs < HIDDEN
+    x = tl.load(x_ptr + token * stride_xt + offs, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + token * stride_rt + offs
+        x += tl.load(residual_ptrs, mask=is_inside, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptrs, rounded, mask=is_inside)
+        x = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+    weight = tl.load(weight_ptr + offs, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
+    tl.store(y_ptr + token * HIDDEN + offs, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -28,19 +61,10 @@ def rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
 ):
     """See the reference. Grid: (T,). Sums are float32."""
-    token = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK_H)
-    is_inside = offs < HIDDEN
-    x = tl.load(x_ptr + token * stride_xt + offs, mask=is_inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        residual_ptrs = residual_ptr + token * stride_rt + offs
-        x += tl.load(residual_ptrs, mask=is_inside, other=0.0).to(tl.float32)
-        rounded = x.to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptrs, rounded, mask=is_inside)
-        x = rounded.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
-    weight = tl.load(weight_ptr + offs, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
-    tl.store(y_ptr + token * HIDDEN + offs, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=is_inside)
+    norm_row(
+        tl.program_id(0).to(tl.int64), y_ptr, x_ptr, residual_ptr, weight_ptr, eps, weight_offset, stride_xt, stride_rt,
+        HIDDEN, BLOCK_H, HAS_RESIDUAL,
+    )  # fmt: skip
 
 
 def num_warps_for(block: int) -> int:
@@ -70,5 +94,6 @@ def rms_norm(
         BLOCK_H=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=num_warps_for(block),
+        enable_fp_fusion=False,
     )
     return y

@@ -13,6 +13,7 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from kernels import native
 from kernels.gated_activation import triton_folded as gate
+from kernels.rms_norm import triton_folded as norm
 from kernels.rope import triton_folded as rope
 from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 from tests.data_plane.engine.planner import Job, Planner
@@ -47,7 +48,7 @@ def tokens_of(engine: TorchEngine) -> list[list[int]]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_kernels_give_the_tokens_of_the_cpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotation and gate expand what they read, but for heads with a norm."""
+    """Rotation, norms and gate expand what they read; the rotation not where heads have a norm."""
     checkpoint = make_checkpoint(tmp_path / "model", arch)
     plain = build_engine(worker_config(checkpoint, native_code="off", num_blocks=64))
     base_model = BaseModel.load(checkpoint)
@@ -66,8 +67,9 @@ def test_the_kernels_give_the_tokens_of_the_cpu(arch: str, tmp_path: Path, monke
 
     monkeypatch.setattr(rope, "apply_rope", noted("rotation", rope.apply_rope))
     monkeypatch.setattr(gate, "gated_activation", noted("gate", gate.gated_activation))
+    monkeypatch.setattr(norm, "rms_norm", noted("norm", norm.rms_norm))
     for branch in TRITON_BRANCHES:
         monkeypatch.setattr(branch, lambda tensor: True)
     engine = TorchEngine(plain.model, plain.kv_cache, plain.arena, plain.capacities, decodes_on_device=True)
     assert tokens_of(engine) == expected
-    assert set(folded) == ({"gate"} if arch == "qwen3" else {"gate", "rotation"})
+    assert set(folded) == {"norm", "gate", *(() if arch == "qwen3" else ("rotation",))}

@@ -21,6 +21,7 @@ from kernels.lora.expansion import MOST_TOKENS, Expansion
 from kernels.paged_attention import AttentionBatch, RowBatch, triton_kernel
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
 from kernels.paged_attention.options import Options
+from kernels.rms_norm import rms_norm
 from kernels.rms_norm import triton_kernel as norm
 from kernels.rope import apply_rope_and_store_kv
 from kernels.rope import cases as rope_cases
@@ -199,7 +200,7 @@ def test_programs_follow_the_adapters_of_the_step_not_the_slots(
 
     The gate has the blocks of tokens with adapters, and those of all tokens for the ones without.
     """
-    for module in ("lora.ops", "gated_activation", "rope"):
+    for module in ("lora.ops", "gated_activation", "rms_norm", "rope"):
         monkeypatch.setattr(f"kernels.{module}.runs_triton", lambda tensor: True)
     slots = torch.arange(num_tokens, dtype=torch.int32) % num_adapters * 3
     segments = triton_segments.segments(slots, 256, 16, num_adapters)
@@ -234,11 +235,16 @@ def test_programs_follow_the_adapters_of_the_step_not_the_slots(
         ("shrink_kernel", blocks * 8 * 2),
         ("gate_expand_kernel", (blocks + num_tokens // 16) * 112),
     ]
+    residual = torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
+    joint = [("norm_expand_kernel", num_tokens)]
+    apart = [("expand_kernel", blocks * 32), ("rms_norm_kernel", num_tokens)]
     for in_features, parts in ((4096, 8), (14336, 16)):
-        assert grids(in_features, (4096,), lambda each: each.add()) == [
-            ("shrink_kernel", blocks * parts),
-            ("expand_kernel", blocks * 32),
-        ]
+        read = grids(
+            in_features,
+            (4096,),
+            lambda each: rms_norm(each.y, residual[0], 1e-5, residual=residual, expansion=each),
+        )
+        assert read == [("shrink_kernel", blocks * parts), *(joint if num_tokens <= MOST_TOKENS else apart)]
 
 
 @pytest.mark.parametrize("num_rows", [64, 256])

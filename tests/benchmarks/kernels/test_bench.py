@@ -31,6 +31,9 @@ OPS = {
     "add_lora_group",
     "lora_shrink",
     "lora_expand",
+    "expand_and_gate",
+    "expand_and_norm",
+    "expand_and_rotate",
     "sample",
     "token_logprobs",
 }

@@ -13,6 +13,8 @@ from kernels.gated_activation import triton_folded as gate
 from kernels.lora import triton_embedding, triton_expand, triton_segments, triton_shrink
 from kernels.lora.launch import ShrinkLaunch
 from kernels.lora.segments import COUNTS
+from kernels.rms_norm import triton_folded as norm
+from kernels.rms_norm.triton_kernel import num_warps_for, rms_norm_kernel
 from kernels.rope import triton_folded as rope
 from kernels.rope.triton_kernel import BLOCK_HEADS
 from tests.kernels.compiling import compile_for_h200, stack_bytes
@@ -31,20 +33,23 @@ ROWS: tuple[str, ...] = (
 )
 ROWS += ("key_weight_ptr", "key_cache_ptr", "value_cache_ptr")
 SIZES_OF_16: tuple[str, ...] = ("in_features", "stride_xt", "stride_yt", "stride_ht", "stride_table")
-SIZES_OF_16 += ("stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt", "stride_vh")
+SIZES_OF_16 += ("stride_rt", "stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt", "stride_vh")
 VECTORS = {"HAS_DORA_SCALE": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
 # What an expand of a decode step in one plane has, in a launch of its own or in another kernel's.
 EXPANDED: dict[str, Any] = {"BLOCK_R": triton_expand.EXPAND_RANKS, "NUM_PLANES": 1, "H_ALIGN": 4} | VECTORS
 PAGES = {"TILE_WIDTH": 1024, "PAGE_RANKS": 8}
 
 
-def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stages: int, *, is_fused: bool) -> None:
+def compile_kernel(
+    kernel: Any, dtype: str, constants: dict[str, Any], num_stages: int, *, is_fused: bool, num_warps: int = 4
+) -> None:
     """With pointers of `dtype`, but for the indices and float32 tables."""
     types = dict.fromkeys(ROWS, f"*{dtype}") | dict.fromkeys(FLOAT32, "*fp32") | {"eps": "fp32"}
     types["weight_offset"] = "fp32"
     types |= dict.fromkeys(INT64, "*i64") | {"scaling": "fp32"}
     others = [name for name in kernel.arg_names if not name.endswith("_ptr") and name not in SIZES_OF_16]
-    compiled = compile_for_h200(kernel, constants, types, not_of_16=others, num_stages=num_stages, is_fused=is_fused)
+    options: dict[str, Any] = {"num_stages": num_stages, "is_fused": is_fused, "num_warps": num_warps}
+    compiled = compile_for_h200(kernel, constants, types, not_of_16=others, **options)
     ptx = compiled.asm["ptx"]
     line = {"kernel": kernel.__name__, "dtype": dtype, "shared_bytes": compiled.metadata.shared}
     line["mma_shapes"] = sorted(set(re.findall(r"mma\.sync\S*\.(m\d+n\d+k\d+)", ptx)))
@@ -58,6 +63,10 @@ def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stage
         # Steps of x [T, K] and A [R, K] that shared memory has room for.
         step_bytes = (constants["BLOCK_T"] + constants["BLOCK_R"]) * constants["BLOCK_K"] * 2
         line["num_buffers"] = compiled.metadata.shared // step_bytes
+    # How the row of a sum lies in the program's threads, from which its order follows.
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    line["summed"] = [f"{size} {layouts[name]}" for size, name in re.findall(r"\(tensor<(\w+), (#\w+)>\) -> f32", text)]
     print(json.dumps(line), flush=True)
 
 
@@ -70,13 +79,18 @@ def compile_shrink(tokens: int, ranks: int) -> None:
 
 
 def compile_folded() -> None:
-    """In the kernels that read its rows: an 8B Llama's gate and rotation."""
+    """In the kernels that read its rows: an 8B Llama's gate, rotation and norms."""
     constants = {"WIDTH": 14336, "IS_JOINT": False, "ACTIVATION": "silu", "BLOCK_T": 16, "BLOCK_N": 128}
     compile_kernel(gate.gate_expand_kernel, "bf16", constants | EXPANDED | PAGES, num_stages=1, is_fused=False)
     heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": 128, "VALUE_DIM": 128, "HALF": 64, "BLOCK_HEADS": BLOCK_HEADS}
     heads |= {"BLOCK_HALF": 64, "BLOCK_REST": 1, "BLOCK_DV": 128, "QUERY_TILES": 8, "IS_JOINT": False}
     heads |= {"HAS_NORM": False, "HAS_POSITIONS": False, "HAS_CACHE": True, "BLOCK_T": 16, "BLOCK_N": 512}
     compile_kernel(rope.rope_expand_kernel, "bf16", heads | EXPANDED | PAGES, num_stages=1, is_fused=False)
+    rows = {"HIDDEN": 4096, "BLOCK_H": 4096, "BLOCK_T": 16, "BLOCK_N": 1024} | EXPANDED | PAGES
+    warps = num_warps_for(4096)
+    compile_kernel(norm.norm_expand_kernel, "bf16", rows, num_stages=1, is_fused=False, num_warps=warps)
+    alone = {"HIDDEN": 4096, "BLOCK_H": 4096, "HAS_RESIDUAL": True}
+    compile_kernel(rms_norm_kernel, "bf16", alone, num_stages=1, is_fused=False, num_warps=warps)
 
 
 def main() -> None:
