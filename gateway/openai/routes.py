@@ -81,8 +81,6 @@ class _Api:
 
     async def chat_completions(self, request: Request) -> Any:
         body = await self._body(request, ChatBody)
-        if body.max_completion_tokens is not None and body.max_tokens is None:
-            name_fields(request, {"max_tokens": "max_completion_tokens"})
         reply = Reply(body.model, is_chat=True, n=body.n or 1)
         return await self._respond(request, body, reply, await self._chat(body, reply))
 
@@ -133,6 +131,7 @@ class _Api:
         body = await decoded(self._bodies, request, kind)
         if body.n is not None and not 1 <= body.n <= 128:
             raise refused("n", f"is {body.n}; give 1 to 128")
+        name_fields(request, _own_names(body))
         return body
 
     async def _respond(
@@ -163,6 +162,16 @@ async def _events(
                 yield event
     if with_usage:
         yield reply.usage_event()
+
+
+def _own_names(body: Body) -> dict[str, str]:
+    """What this body calls fields that have more than one name."""
+    names = {}
+    if body.structured_outputs is not None and body.response_format is None:
+        names["response_format"] = "structured_outputs"
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None and body.max_tokens is None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names
 
 
 def _with(options: GenerateOptions, source: Source, reply: Reply) -> GenerateOptions:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from motet import MotetError
+from pathlib import Path
+
+from motet import InvalidArgument, MotetError
 
 from gateway.http.errors import Refusal, refusal_from
-from gateway.openai.errors import FieldRefusal
+from gateway.openai.errors import FieldRefusal, renamed
 
 
 def registry_refusal(error: MotetError | Refusal) -> Refusal:
@@ -17,3 +19,10 @@ def registry_refusal(error: MotetError | Refusal) -> Refusal:
     refusal = FieldRefusal(plain.message, param=field or None, status=plain.status, code=error.reason.lower() or None)
     refusal.headers = plain.headers
     return refusal
+
+
+def of_upload(error: InvalidArgument, directory: Path) -> Refusal:
+    """The same about an upload that lies in `directory`, of which the caller knows nothing: it sent files."""
+    refusal = registry_refusal(error)
+    refusal.message = refusal.message.replace(str(directory), "the upload")
+    return renamed(refusal, "files") if getattr(refusal, "param", None) == "directory" else refusal

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
-from motet import Adapter, AdapterCanary, MotetError, NotFound, VersionRollout, calls
+from motet import Adapter, AdapterCanary, InvalidArgument, MotetError, NotFound, VersionRollout, calls
 from motet.adapters import rollouts
 from motet.adapters.downloads import download_progress
 from motet.uploads import upload_state
@@ -21,7 +21,7 @@ from gateway.http.upstream import Upstream
 from gateway.openai.errors import error_body, problem_of, refused
 from gateway.openai.handlers import decoded
 from gateway.registry import messages
-from gateway.registry.errors import registry_refusal
+from gateway.registry.errors import of_upload, registry_refusal
 from gateway.registry.settings import RegistrySettings
 from gateway.registry.uploads import FORM, Uploads, probe_id
 
@@ -198,9 +198,12 @@ class _Registry:
                 body = msgspec.json.decode(settings, type=messages.Settings)
             except (ValueError, RecursionError) as error:
                 raise refused("settings", f"is not valid: {error}") from error
-            return await self._upstream.client.adapters.register(
-                body.name, directory, **_registration(body), timeout_s=self._timeout_s
-            )
+            try:
+                return await self._upstream.client.adapters.register(
+                    body.name, directory, **_registration(body), timeout_s=self._timeout_s
+                )
+            except InvalidArgument as error:
+                raise of_upload(error, directory) from error
 
     async def _register_from_root(self, request: Request) -> messages.Operation:
         body = await decoded(self._bodies, request, messages.FromRoot)

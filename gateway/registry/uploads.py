@@ -35,6 +35,8 @@ from gateway.openai.errors import refused
 from gateway.registry.settings import RegistrySettings
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE, *COMPANION_FILES, SIGNATURE_FILE, WEIGHTS_ARRAY, ROWS_ARRAY, EXACT_ARRAY)
+# PEFT's save_pretrained writes it, so that it comes with a whole directory. It is not sent on to Motet.
+NOT_KEPT = ("README.md",)
 SETTINGS, FILE = "settings", "files"  # names of the parts
 # What the parts are, as JSON Schema.
 FORM = {
@@ -176,7 +178,7 @@ class _Form:
         if part != FILE:
             raise Refusal(400, f"the part {part[:100]!r} is unknown; give {SETTINGS} and {FILE}")
         name = options.get(b"filename", b"").decode(errors="replace")
-        if name not in FILES:
+        if name not in (*FILES, *NOT_KEPT):
             raise refused(FILE, f"the filename {name[:100]!r} is not a file of an adapter: {', '.join(FILES)}")
         try:
             self._file = (self._directory / name).open("xb")

@@ -128,6 +128,7 @@ def test_a_completion_is_one_of_the_choices(served: Served) -> None:
     [
         ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "wrong"}}}),
         ("structured_outputs", {"regex": "(a"}),
+        ("structured_outputs", {"choice": ["a"] * 100_000}),
     ],
 )
 def test_what_cannot_be_compiled_is_400_with_the_field(served: Served, field: str, value: Any) -> None:

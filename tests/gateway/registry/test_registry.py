@@ -202,6 +202,26 @@ def test_settings_that_cannot_be_are_refused_by_name(registry: Registry, setting
     assert refused.json()["error"]["param"] == param
 
 
+def test_a_directory_as_peft_writes_it_is_an_upload(registry: Registry) -> None:
+    """`save_pretrained` writes a README.md, too, and `-F files=@...` for each file sends it."""
+    directory = registry.directory / "legal"
+    (directory / "README.md").write_text("# Model card\n")
+    files = [("files", (path.name, path.read_bytes())) for path in sorted(directory.iterdir())]
+    settings = ("settings", (None, json.dumps({"name": "whole", "validate_only": True})))
+    assert {"README.md", "adapter_config.json"} <= {name for _, (name, _) in files}
+    validated = registry.send("POST", "/v1/adapters", files=[*files, settings])
+    assert validated.status_code == 200, validated.text
+
+
+def test_a_refused_upload_names_its_files_and_no_place_of_the_gateway(registry: Registry) -> None:
+    readme = ("files", ("README.md", b"x"))
+    refused = registry.send("POST", "/v1/adapters", files=[readme, ("settings", (None, '{"name": "empty"}'))])
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, "files", "adapter_invalid"), error
+    assert error["message"].startswith("files: the upload has no adapter_config.json")
+    assert str(registry.directory) not in error["message"] and "motet-upload" not in error["message"]
+
+
 def test_what_is_no_form_is_refused(registry: Registry) -> None:
     part = b'--b\r\ncontent-disposition: form-data; name="%s"; filename="%s"\r\n\r\nx\r\n--b--\r\n'
     form = {"content-type": "multipart/form-data; boundary=b", "authorization": f"Bearer {registry.admin}"}
