@@ -398,7 +398,7 @@ class PushedVersion:
     num_workers: int  # that had the version on their device when new requests got it; 0 for callers that are no admins
     receive_s: float  # from the header to the last byte
     pack_s: float  # checking, converting, hashing
-    cache_s: float  # writing to the host cache
+    cache_s: float  # writing to the host cache, where several workers load it from there; else about 0
     load_s: float  # loading onto devices
     visible_s: float  # from the header until new requests got the version
     durable_s: float  # from the header until the version was durable

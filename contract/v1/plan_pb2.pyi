@@ -486,17 +486,27 @@ class Fault(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., step_id: _Optional[int] = ...) -> None: ...
 
 class FetchAdapterRequest(_message.Message):
-    __slots__ = ("digest", "worker_id")
+    __slots__ = ("digest", "worker_id", "reads_files")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    READS_FILES_FIELD_NUMBER: _ClassVar[int]
     digest: str
     worker_id: str
-    def __init__(self, digest: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    reads_files: bool
+    def __init__(self, digest: _Optional[str] = ..., worker_id: _Optional[str] = ..., reads_files: bool = ...) -> None: ...
 
 class FetchAdapterResponse(_message.Message):
-    __slots__ = ("manifest", "data")
+    __slots__ = ("manifest", "data", "files")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
     data: bytes
-    def __init__(self, manifest: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+    files: AdapterFiles
+    def __init__(self, manifest: _Optional[bytes] = ..., data: _Optional[bytes] = ..., files: _Optional[_Union[AdapterFiles, _Mapping]] = ...) -> None: ...
+
+class AdapterFiles(_message.Message):
+    __slots__ = ("paths",)
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, paths: _Optional[_Iterable[str]] = ...) -> None: ...

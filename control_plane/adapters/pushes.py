@@ -1,12 +1,13 @@
 """Versions that a training run pushes: new requests get them before they are durable.
 
-A version is written to the host cache and loaded into the slots of workers that have the version before it. Then the
-name points to it, and then it is stored. A cache or a worker that fails costs time and not the push: requests then
-wait for the load, as for any cold adapter.
+A version is loaded into the slots of workers that have the version before it. Then the name points to it, and then it
+is stored and written to the host cache. Several workers read it from the cache, which then comes first. A cache or a
+worker that fails costs time and not the push: requests then wait for the load, as for any cold adapter.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -39,7 +40,7 @@ class Pushed:
     worker_ids: tuple[str, ...]  # those that had it in a slot when new requests got it
     files_from: str  # digest of the version whose files it has; empty: it has none
     pack_s: float
-    cache_s: float
+    cache_s: float  # 0: it came to the cache after it was visible
     load_s: float
     visible_s: float  # from the call until new requests got it
     durable_s: float  # from the call until its end
@@ -97,14 +98,17 @@ class Pushes:
             digest = packed.digest
             moments.append(self._clock())
             blob = FreshBlob(packed.digest, packed.manifest, [chunk.path for chunk in packed.chunks])
-            async with self._weights.fresh(blob):
+            workers = self._fleet.preloads.choose_workers(previous_digest)
+            with self._weights.fresh(blob):
+                if len(workers) > 1:  # one reads the files, or is sent what lies in them
+                    await self._weights.cache_fresh(blob)
                 moments.append(self._clock())
                 self._fleet.cancel_unload(packed.digest)
                 ref = AdapterRef(packed.digest, packed.arena_bytes)
-                workers = self._fleet.preloads.choose_workers(previous_digest)
                 worker_ids.extend(await self._fleet.preloads.preload(ref, tenant, workers))
                 moments.append(self._clock())
-                yield
+                async with self._caching(blob):
+                    yield
 
         try:
             is_shown = not registration.rollout.is_held
@@ -131,3 +135,17 @@ class Pushes:
             visible_s=visible_s - begun_s,
             durable_s=self._clock() - begun_s,
         )
+
+    @contextlib.asynccontextmanager
+    async def _caching(self, blob: FreshBlob) -> AsyncIterator[None]:
+        """Bring the blob into the cache while the block runs."""
+        caching = asyncio.ensure_future(self._weights.cache_fresh(blob))
+        try:
+            yield
+            await asyncio.wait([caching])
+        finally:
+            if not caching.done():
+                caching.cancel()
+                await asyncio.wait([caching])
+            if not caching.cancelled() and (error := caching.exception()) is not None:
+                logger.warning("pushed version not cached digest=%s error=%s", blob.digest, error)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import grpc
 
 from contract.process_log import printable
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.access.principal import Principal
+from control_plane.access.settings import is_loopback
 from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import acting_as, current_caller
@@ -39,6 +42,10 @@ class PackedAdapterLike(Protocol):
     @property
     def manifest(self) -> bytes:
         """Canonical JSON; its SHA-256 is the digest."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The chunks' files, which may be gone at any moment. Empty: it lies in none of this process."""
 
     def parts(self) -> AsyncIterator[bytes]:
         """The bytes of the chunks in the manifest's order, in parts that cross no chunk."""
@@ -161,7 +168,7 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
     async def FetchAdapter(  # noqa: N802 - the RPC's name
         self, request: plan_pb2.FetchAdapterRequest, context: _FetchContext
     ) -> AsyncIterator[plan_pb2.FetchAdapterResponse]:
-        """The manifest, then the chunks in pieces."""
+        """The manifest, then the chunks in pieces, or where their files are."""
         require(check_digest, request.digest, "digest")
         credential = self._credential(context)
         worker_id = printable(request.worker_id, 63)
@@ -169,6 +176,9 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
             credential.require(request.worker_id)
             packed = await self._weights.open_packed(request.digest)
             yield plan_pb2.FetchAdapterResponse(manifest=packed.manifest)
+            if request.reads_files and packed.paths and _is_on_this_machine(context.peer()):
+                yield plan_pb2.FetchAdapterResponse(files=plan_pb2.AdapterFiles(paths=map(str, packed.paths)))
+                return
             async for part in packed.parts():
                 credential.require(request.worker_id)
                 for start in range(0, len(part), PIECE_BYTES):
@@ -179,3 +189,9 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         except OSError as error:  # the store's own error text stays in the log
             logger.exception("adapter not served worker_id=%s digest=%s", worker_id, request.digest)
             raise Unavailable(f"the adapter cannot be read: {type(error).__name__}") from error
+
+
+def _is_on_this_machine(peer: str) -> bool:
+    """Of gRPC's words for the other end of a connection, as `ipv4:127.0.0.1:5005`."""
+    kind, _, address = peer.partition(":")
+    return kind == "unix" or (kind in ("ipv4", "ipv6") and is_loopback(unquote(address)))

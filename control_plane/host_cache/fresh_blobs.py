@@ -44,6 +44,11 @@ class FreshBlobs:
         finally:
             del self._fresh[blob.digest]
 
+    def paths(self, digest: str) -> Sequence[Path]:
+        """The files of a blob's chunks. Empty: it is not among those that this process has in files."""
+        blob = self._fresh.get(digest)
+        return () if blob is None else blob.chunks
+
     def read_manifest(self, digest: str) -> bytes:
         """See BlobStore."""
         blob = self._fresh.get(digest)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class PackedAdapter:
     manifest: bytes
     # The bytes of the chunks in order, verified chunk by chunk, in parts of at most PART_BYTES that cross no chunk.
     parts: Callable[[], AsyncIterator[bytes]]
+    # The chunks' files, where it lies in some of this process: they may be gone at any moment. Empty: it does not.
+    paths: tuple[Path, ...] = ()
 
 
 def read_layout(digest: str, manifest: bytes) -> Layout | None:

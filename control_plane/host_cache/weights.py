@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -75,7 +76,8 @@ class AdapterWeights:
             layout = await self._fill(digest)
         else:
             self._num_hits += 1
-        return PackedAdapter(layout.manifest, partial(self._parts, layout))
+        paths = tuple(self._store.paths(digest)[: len(layout.sizes)])  # documents beside the weights come last
+        return PackedAdapter(layout.manifest, partial(self._parts, layout), paths)
 
     async def documents(self, digest: str) -> dict[str, bytes]:
         """What the version has beside its weights, by name, from the store. Raises MotetError."""
@@ -107,19 +109,20 @@ class AdapterWeights:
         elif self._cache.is_available:
             await self._fill(digest)
 
-    @contextlib.asynccontextmanager
-    async def fresh(self, blob: FreshBlob) -> AsyncIterator[None]:
-        """Bring a blob that the store does not have yet into the cache, and read it from its files inside the block.
+    def fresh(self, blob: FreshBlob) -> AbstractContextManager[None]:
+        """Read a blob that the store does not have yet from its files until the block ends."""
+        return self._store.serving(blob)
+
+    async def cache_fresh(self, blob: FreshBlob) -> None:
+        """Bring a blob into the cache inside the block of `fresh`, if the cache works and it fits.
 
         The files were written by this process: their hashes are not computed again.
         """
         layout = read_layout(blob.digest, blob.manifest)
         assert layout is not None, "a packed adapter has a manifest of ours"
-        with self._store.serving(blob):
-            if self._cache.is_available and not self._cache.contains(blob.digest):
-                async with contextlib.aclosing(self._unverified_parts(layout)) as parts:
-                    await self._cache.write(blob.digest, layout.manifest, layout.sizes, parts)
-            yield
+        if self._cache.is_available and not self._cache.contains(blob.digest):
+            async with contextlib.aclosing(self._unverified_parts(layout)) as parts:
+                await self._cache.write(blob.digest, layout.manifest, layout.sizes, parts)
 
     async def drop(self, digest: str) -> None:
         """Remove an adapter that is being deleted from the cache. A pinned one stays: another name holds that pin."""

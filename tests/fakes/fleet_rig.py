@@ -94,6 +94,7 @@ class FakePacked:
     manifest: bytes
     chunk_bytes: tuple[bytes, ...]
     left: asyncio.Event = field(default_factory=asyncio.Event)  # set once a reader has left the chunks
+    paths: tuple[Path, ...] = ()  # files that its chunks lie in
 
     @property
     def ref(self) -> AdapterRef:

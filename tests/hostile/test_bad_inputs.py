@@ -62,6 +62,7 @@ FREE = {
     "motet.worker.v1.AttachRequest.heartbeat",
     "motet.worker.v1.AttachRequest.fault",
     "motet.worker.v1.AttachRequest.leave",  # with any reason
+    "motet.worker.v1.FetchAdapterRequest.reads_files",  # any value is right
     "motet.worker.v1.FetchAdapterRequest.worker_id",  # for the log
 }
 SERVICES = [

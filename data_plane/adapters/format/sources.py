@@ -16,6 +16,7 @@ import grpc
 from contract.cache_keys import chunk_keys, manifest_key
 from contract.redis_access import RedisAccess
 from contract.v1 import plan_pb2, plan_pb2_grpc
+from data_plane.adapters.format.local_files import read_files
 from data_plane.adapters.format.manifest import Manifest, read_manifest, verify_chunk
 from data_plane.errors import AdapterCorrupt, AdapterLost, AdapterUnavailable
 from data_plane.plan import AdapterSource, ChunkBytes
@@ -111,7 +112,10 @@ class HostCacheSource:
 
 
 class ControlPlaneSource:
-    """Reads from the control plane, which reads the artifact store and refills the host cache."""
+    """Reads from the control plane, which reads the artifact store and refills the host cache.
+
+    What was pushed a moment ago to a control plane on this machine is read from its files.
+    """
 
     def __init__(
         self, stub: plan_pb2_grpc.WorkerServiceStub, worker_id: str, *, timeout_s: float = FETCH_TIMEOUT_S
@@ -122,36 +126,62 @@ class ControlPlaneSource:
 
     def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
         """See AdapterSource."""
-        pieces = self._pieces(digest)
+        data, pieces = self._begin(digest, reads_files=True)
+        return data, self._chunks(read_manifest(data, digest), pieces)
+
+    def _begin(self, digest: str, *, reads_files: bool) -> tuple[bytes, _Pieces]:
+        """The manifest, and the messages behind it."""
+        request = plan_pb2.FetchAdapterRequest(digest=digest, worker_id=self._worker_id, reads_files=reads_files)
+        try:
+            pieces = _Pieces(self._stub.FetchAdapter(request, timeout=self._timeout_s), digest)
+        except ValueError as error:  # gRPC raises it for a closed channel
+            raise AdapterUnavailable(f"adapter {digest}: the session with the control plane is over") from error
         first = next(pieces, None)
         if first is None or first.WhichOneof("part") != "manifest":
             pieces.close()
             raise AdapterUnavailable(f"adapter {digest}: the control plane sent no manifest")
-        return first.manifest, self._chunks(read_manifest(first.manifest, digest), pieces)
-
-    def _pieces(self, digest: str) -> _Pieces:
-        request = plan_pb2.FetchAdapterRequest(digest=digest, worker_id=self._worker_id)
-        try:
-            return _Pieces(self._stub.FetchAdapter(request, timeout=self._timeout_s), digest)
-        except ValueError as error:  # gRPC raises it for a closed channel
-            raise AdapterUnavailable(f"adapter {digest}: the session with the control plane is over") from error
+        return first.manifest, pieces
 
     def _chunks(self, manifest: Manifest, pieces: _Pieces) -> Iterator[bytes]:
+        num_read = 0
         try:
-            for chunk in manifest.chunks:
-                data = bytearray()
-                while len(data) < chunk.size_bytes:
-                    piece = next(pieces, None)
-                    if piece is None or not piece.data:
-                        raise AdapterUnavailable(
-                            f"adapter {manifest.digest}: the control plane ended within chunk {chunk.name}"
-                        )
-                    data += piece.data
-                whole = bytes(data)
-                verify_chunk(chunk, whole, manifest.digest)
-                yield whole
+            piece = next(pieces, None)
+            if piece is None or piece.WhichOneof("part") != "files":
+                yield from _sent_chunks(manifest, piece, pieces)
+                return
+            try:
+                for data in read_files(manifest, piece.files.paths):
+                    num_read += 1
+                    yield data
+                return
+            except (AdapterUnavailable, AdapterCorrupt) as error:
+                logger.info("adapter is sent instead digest=%s chunk=%d reason=%s", manifest.digest, num_read, error)
         finally:
             pieces.close()
+        _, pieces = self._begin(manifest.digest, reads_files=False)
+        try:
+            for index, data in enumerate(_sent_chunks(manifest, next(pieces, None), pieces)):
+                if index >= num_read:
+                    yield data
+        finally:
+            pieces.close()
+
+
+def _sent_chunks(manifest: Manifest, piece: plan_pb2.FetchAdapterResponse | None, pieces: _Pieces) -> Iterator[bytes]:
+    """The chunks of messages that begin with `piece`."""
+    for chunk in manifest.chunks:
+        parts, num_bytes = list[bytes](), 0
+        while num_bytes < chunk.size_bytes:
+            if piece is None or not piece.data:
+                raise AdapterUnavailable(
+                    f"adapter {manifest.digest}: the control plane ended within chunk {chunk.name}"
+                )
+            parts.append(piece.data)
+            num_bytes += len(piece.data)
+            piece = next(pieces, None)
+        whole = b"".join(parts)
+        verify_chunk(chunk, whole, manifest.digest)
+        yield whole
 
 
 class _Pieces:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,6 +29,10 @@ class Context:
     def __init__(self) -> None:
         self.requests: asyncio.Queue[Any] = asyncio.Queue()  # what `read` gives: messages, EOF, or errors to be raised
         self.code: grpc.StatusCode | None = None
+        self.peer_address = "ipv4:127.0.0.1:5005"
+
+    def peer(self) -> str:
+        return self.peer_address
 
     async def read(self) -> Any:
         item = await self.requests.get()
@@ -113,3 +119,31 @@ async def test_ids_of_workers_that_are_refused_stand_in_one_line_of_the_log_and_
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition(" worker_id=")[0] for line in lines] == ["worker refused", "adapter not served"]
     assert all("w\\nERROR forged line \\x1b[31mxxx" in line and "\n" not in line and len(line) < 500 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("peer", "reads_files", "part"),
+    [
+        ("ipv4:127.0.0.1:5005", True, "files"),
+        ("ipv6:%5B::1%5D:5005", True, "files"),
+        ("unix:", True, "files"),
+        ("ipv4:127.0.0.1:5005", False, "data"),
+        ("ipv4:10.0.0.1:5005", True, "data"),
+        ("ipv6:%5B2001:db8::1%5D:5005", True, "data"),
+        ("somewhere", True, "data"),
+    ],
+)
+async def test_files_are_named_to_workers_of_this_machine_that_read_them(
+    clock: FakeClock, tmp_path: Path, peer: str, reads_files: bool, part: str
+) -> None:
+    weights, context = FakeWeights(), Context()
+    digest = weights.add("poet").digest
+    weights.packed[digest] = replace(weights.packed[digest], paths=(tmp_path / "0", tmp_path / "1"))
+    context.peer_address = peer
+    service = WorkerService(make_fleet(clock), weights)
+    request = plan_pb2.FetchAdapterRequest(digest=digest, worker_id="w0", reads_files=reads_files)
+    call = service.FetchAdapter(request, context)  # type: ignore[arg-type]  # what is used of a context
+    manifest, *rest = [message async for message in call]
+    assert manifest.WhichOneof("part") == "manifest" and {message.WhichOneof("part") for message in rest} == {part}
+    if part == "files":
+        assert [list(message.files.paths) for message in rest] == [[str(tmp_path / "0"), str(tmp_path / "1")]]

@@ -6,11 +6,13 @@ import asyncio
 import hashlib
 import threading
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
 from contract.cache_keys import PART_BYTES
 from control_plane.errors import AdapterDamaged, AdapterNotFound, StoreUnavailable
+from control_plane.host_cache.fresh_blobs import FreshBlob
 from control_plane.host_cache.memory_cache import MemoryHostCache
 from control_plane.host_cache.packed import read_layout
 from control_plane.host_cache.weights import HELD_BYTES, AdapterWeights
@@ -230,3 +232,22 @@ NO_MANIFESTS = [
 def test_bytes_that_are_no_manifest_are_none_even_if_their_hash_is_right(manifest: bytes) -> None:
     assert read_layout(hashlib.sha256(manifest).hexdigest(), manifest) is None
     assert read_layout(make_blob(1)[0], manifest) is None
+
+
+async def test_a_fresh_blob_comes_from_its_files_and_is_cached_when_that_is_requested(
+    cache: MemoryHostCache, store: FakeStore, tmp_path: Path
+) -> None:
+    """The last file has documents beside the weights, which no worker reads."""
+    digest, manifest, chunks = make_blob(5)
+    paths = [tmp_path / name for name in ("0", "1", "tokenizer")]
+    for path, data in zip(paths, [*chunks, b"{}"], strict=True):
+        path.write_bytes(data)
+    weights, blob = make_weights(cache, store), FreshBlob(digest, manifest, paths)
+    with weights.fresh(blob):
+        packed = await weights.open_packed(digest)
+        assert packed.paths == tuple(paths[:2]) and await read_all(packed) == b"".join(chunks)
+        assert not weights.is_cached(digest)
+        await weights.cache_fresh(blob)
+        assert weights.is_cached(digest)
+    assert (await weights.open_packed(digest)).paths == ()
+    assert await read_all(await weights.open_packed(digest)) == b"".join(chunks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import socket
 import subprocess
@@ -46,6 +47,7 @@ class Servicer(plan_pb2_grpc.WorkerServiceServicer):
         self.num_calls = 0
         self.stop_after: int | None = None  # pieces, then the call aborts
         self.missing_code = grpc.StatusCode.NOT_FOUND
+        self.paths: list[str] = []  # that requests which read files get in place of the chunks
 
     def FetchAdapter(  # noqa: N802
         self, request: plan_pb2.FetchAdapterRequest, context: grpc.ServicerContext
@@ -55,6 +57,9 @@ class Servicer(plan_pb2_grpc.WorkerServiceServicer):
         if packed is None:
             context.abort(self.missing_code, "no such adapter")
         yield plan_pb2.FetchAdapterResponse(manifest=packed.manifest)
+        if request.reads_files and self.paths:
+            yield plan_pb2.FetchAdapterResponse(files=plan_pb2.AdapterFiles(paths=self.paths))
+            return
         num_pieces = 0
         for chunk in packed.chunks:
             for start in range(0, len(chunk), 777):
@@ -168,6 +173,58 @@ def test_control_plane_gives_the_bytes_back(control_plane: ControlPlaneSource, s
     packed = pack(9)
     servicer.adapters[packed.digest] = packed
     assert read(control_plane, packed.digest) == (packed.manifest, packed.chunks)
+
+
+def write_files(directory: Path, packed: Packed) -> list[Path]:
+    """One file for each chunk."""
+    paths = [directory / str(index) for index in range(len(packed.chunks))]
+    for path, chunk in zip(paths, packed.chunks, strict=True):
+        path.write_bytes(chunk)
+    return paths
+
+
+def test_files_that_the_control_plane_names_are_read(
+    control_plane: ControlPlaneSource, servicer: Servicer, tmp_path: Path
+) -> None:
+    packed = pack(9)
+    servicer.adapters[packed.digest] = packed
+    servicer.paths = [str(path) for path in write_files(tmp_path, packed)]
+    assert read(control_plane, packed.digest) == (packed.manifest, packed.chunks)
+    assert servicer.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    "damage", ["gone", "other bytes", "shorter", "a pipe", "a link", "a directory", "NUL", "fewer"]
+)
+def test_what_cannot_be_read_of_the_files_is_sent_and_no_chunk_comes_twice(
+    control_plane: ControlPlaneSource, servicer: Servicer, tmp_path: Path, damage: str
+) -> None:
+    """The second of the files is wrong. A pipe would never end."""
+    packed = pack(9)
+    assert len(packed.chunks) > 1
+    servicer.adapters[packed.digest] = packed
+    paths = write_files(tmp_path, packed)
+    servicer.paths = [str(path) for path in paths]
+    data = paths[1].read_bytes()
+    paths[1].unlink()
+    match damage:
+        case "other bytes":
+            paths[1].write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        case "shorter":
+            paths[1].write_bytes(data[:-1])
+        case "a pipe":
+            os.mkfifo(paths[1])
+        case "a link":
+            (tmp_path / "elsewhere").write_bytes(data)
+            paths[1].symlink_to(tmp_path / "elsewhere")
+        case "a directory":
+            paths[1].mkdir()
+        case "NUL":
+            servicer.paths[1] = "/a\0b"
+        case "fewer":
+            servicer.paths.pop()
+    assert read(control_plane, packed.digest) == (packed.manifest, packed.chunks)
+    assert servicer.num_calls == 2
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS])
