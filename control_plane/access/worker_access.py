@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from contract.process_log import printable
 from control_plane.access.name_lists import DenyList, worker_ids_of
 from control_plane.access.peer_certificate import PeerCertificate, certificate_of
 from control_plane.access.principal import Principal
@@ -53,6 +54,7 @@ class WorkerAccess:
             until = datetime.fromtimestamp(certificate.not_after_s, UTC)
             return f"the worker's certificate has expired: it was valid until {until:%Y-%m-%d %H:%M} UTC"
         if worker_id not in worker_ids_of(certificate):
+            worker_id = printable(worker_id, 63)  # a worker may claim anything, of any length
             return (
                 f"the certificate is not that of worker {worker_id}: it has {certificate}; give the worker a "
                 f"certificate with the DNS name {worker_id} or the URI spiffe://TRUST/motet/worker/{worker_id}"

@@ -10,7 +10,7 @@ import asyncio
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -53,7 +53,7 @@ class Call:
 
     method: str  # "/package.Service/Method"
     peer: str
-    metadata: Metadata
+    metadata: Metadata = field(repr=False)  # has the credential
     auth_context: Mapping[str, Sequence[bytes]]
     remaining_s: float | None  # to the client's deadline
 

@@ -41,6 +41,11 @@ def test_a_certificate_with_the_workers_id_is_enough_without_lists() -> None:
     assert both.refusal("gpu-1") is None and both.refusal("gpu-2") is None
 
 
+def test_an_id_that_a_worker_claims_is_shown_in_one_short_line() -> None:
+    refusal = WorkerAccess().credential(connection(GPU_1)).refusal("g\n\0" + "x" * 100_000)
+    assert refusal is not None and len(refusal) < 500 and refusal.isprintable()
+
+
 def test_a_connection_without_a_workers_certificate_is_refused() -> None:
     connections: list[AuthContext | None] = [None, {}, {"x509_pem_cert": []}]
     for empty in connections:

@@ -7,6 +7,7 @@ import random
 import socket
 
 from control_plane.api.rpc.frames import HEADER, Call, Kind, Link, Status
+from tests.secret_scan import JWT, METADATA
 
 
 def test_a_call_and_a_status_arrive_as_they_were() -> None:
@@ -20,6 +21,11 @@ def test_a_call_and_a_status_arrive_as_they_were() -> None:
     assert Call.decode(call.encode()) == call
     status = Status(5, "no such adapter: \N{SNOWMAN}", (("grpc-status-details-bin", b"\x08\x05\xff"),))
     assert Status.decode(status.encode()) == status
+
+
+def test_a_call_shows_no_credential() -> None:
+    call = Call("/motet.v1.StatusService/GetStatus", "ipv4:127.0.0.1:1", METADATA, {}, None)
+    assert "GetStatus" in repr(call) and JWT not in repr(call)
 
 
 def frame(call_id: int, kind: Kind, body: bytes) -> bytes:
