@@ -18,7 +18,7 @@ _EVENT_END = re.compile(r"[:,]? *[A-Za-z_]\w*=%")
 class JsonFormatter(logging.Formatter):
     """time, level, logger, process, event, message, and in `fields` what the message has as name=value.
 
-    `event` is the message up to its first field: the same text for each record of one place in the code. Nothing that a
+    `event` is the message up to its first value: the same text for each record of one place in the code. Nothing that a
     client sends can make a second line or a second object: JSON escapes it. Secrets are hidden in every value.
     """
 
@@ -53,7 +53,9 @@ def event_of(record: logging.LogRecord) -> str:
     text = str(record.msg)
     end = _EVENT_END.search(text)
     head = text if end is None else text[: end.start()]
-    return head if "%" not in head else record.getMessage()
+    if "%" in head and record.args:  # up to the word that has a value
+        head = head.partition("%")[0].rpartition(" ")[0].rstrip(" :,")
+    return head or record.getMessage()
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:

@@ -66,6 +66,23 @@ def test_a_record_has_its_event_and_its_fields() -> None:
     assert second["event"] == "session ended" and second["fields"] == {"worker_id": "w"}
 
 
+@pytest.mark.parametrize(
+    ("message", "values", "event"),
+    [
+        ("settings %s", ("model_dir=/m listen=:1",), "settings"),
+        ("metrics at http://%s/metrics", ("127.0.0.1:9400",), "metrics at"),
+        ("adapter load failed: %s", ("no room",), "adapter load failed"),
+        ("%s: adapters are slower", ("no Redis",), "no Redis: adapters are slower"),
+        ("half of it, 50% of all", (), "half of it, 50% of all"),
+    ],
+)
+def test_an_event_is_the_same_text_whatever_the_values(message: str, values: tuple[str, ...], event: str) -> None:
+    stream = opened()
+    logger.info(message, *values)
+    (line,) = objects(stream)
+    assert line["event"] == event
+
+
 def test_an_error_has_its_traceback_on_the_same_line() -> None:
     stream = opened()
     try:
