@@ -18,8 +18,9 @@ _EVENT_END = re.compile(r"[:,]? *[A-Za-z_]\w*=%")
 class JsonFormatter(logging.Formatter):
     """time, level, logger, process, event, message, and in `fields` what the message has as name=value.
 
-    `event` is the message up to its first value: the same text for each record of one place in the code. Nothing that a
-    client sends can make a second line or a second object: JSON escapes it. Secrets are hidden in every value.
+    `event` is the message up to its first field, with "..." for other values: the same text for each record of one
+    place in the code. Nothing that a client sends can make a second line or a second object: JSON escapes it. Secrets
+    are hidden in every value.
     """
 
     def __init__(self, process: str) -> None:
@@ -53,9 +54,8 @@ def event_of(record: logging.LogRecord) -> str:
     text = str(record.msg)
     end = _EVENT_END.search(text)
     head = text if end is None else text[: end.start()]
-    if "%" in head and record.args:  # up to the word that has a value
-        head = head.partition("%")[0].rpartition(" ")[0].rstrip(" :,")
-    return head or record.getMessage()
+    # No values at all: the text is to be the same whatever they are.
+    return _SPECIFIER.sub(lambda found: "%" if found[3] == "%" else "...", head) if record.args else text
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
