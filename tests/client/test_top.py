@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from motet import Client
+from motet import Client, Unavailable
 from motet.cli import exits
 from motet.cli.context import server_option
 from motet.cli.live.frame import frame, room_of
@@ -94,6 +94,39 @@ def test_frames_come_until_the_user_interrupts(busy: ScriptedServer, capsys: Cap
     with pytest.raises(KeyboardInterrupt):
         top(busy, Time(busy, looks=3))
     assert capsys.readouterr().out.count("tokens/s  0.0 accepted/s") == 3
+
+
+def test_a_server_that_is_away_for_a_while_is_waited_for(
+    busy: ScriptedServer, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, status = iter([True, True, False, True]), Client.status
+
+    def look(client: Client) -> Any:
+        if next(looks):
+            return status(client)
+        raise Unavailable("no Motet server responds")
+
+    monkeypatch.setattr(Client, "status", look)
+    with pytest.raises(KeyboardInterrupt):
+        top(busy, Time(busy, looks=3))
+    output = capsys.readouterr().out
+    assert output.count("tokens/s  0.0 accepted/s") == 2
+    assert output.count("no Motet server responds\ntrying again until Ctrl-C") == 1
+
+
+def test_once_ends_with_the_error_of_a_server_that_went_away(
+    busy: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, status = iter([True, False]), Client.status
+
+    def look(client: Client) -> Any:
+        if next(looks):
+            return status(client)
+        raise Unavailable("no Motet server responds")
+
+    monkeypatch.setattr(Client, "status", look)
+    with pytest.raises(Unavailable):
+        top(busy, Time(busy, looks=1), "--once")
 
 
 def test_what_began_between_two_looks_has_no_rate(busy: ScriptedServer, capsys: Capture) -> None:

@@ -65,6 +65,11 @@ def frame(status: ServerStatus, rates: Rates, room: Room) -> RenderableType:
     )
 
 
+def absence(error: Exception) -> Text:
+    """What is shown while the server does not respond."""
+    return Text(f"{error}\ntrying again until Ctrl-C")
+
+
 def _head(status: ServerStatus) -> Text:
     model = status.model
     return Text(

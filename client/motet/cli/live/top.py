@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from motet.cli import exits
 from motet.cli.context import Subparsers, connect, seconds, server_option
 from motet.cli.live.rates import Rates, rates_of
+from motet.errors import Unavailable
 from motet.types import ServerStatus
 
 if TYPE_CHECKING:
@@ -50,8 +51,10 @@ def run_top(arguments: argparse.Namespace, *, clock: Clock = time.monotonic, sle
         looks = _looks(client, arguments.interval_s, clock, sleep)
         if arguments.once or not sys.stdout.isatty():
             console = frame.plain_console(PLAIN_WIDTH)
-            for status, rates in looks:
-                console.print(frame.frame(status, rates, frame.Room()))
+            for look in looks:
+                if isinstance(look, Unavailable) and arguments.once:
+                    raise look
+                console.print(_shown(frame, look, frame.Room()))
                 if arguments.once:
                     break
         else:
@@ -59,16 +62,27 @@ def run_top(arguments: argparse.Namespace, *, clock: Clock = time.monotonic, sle
     return exits.OK
 
 
-def _looks(client: Client, interval_s: float, clock: Clock, sleep: Sleep) -> Iterator[tuple[ServerStatus, Rates]]:
+def _looks(
+    client: Client, interval_s: float, clock: Clock, sleep: Sleep
+) -> Iterator[tuple[ServerStatus, Rates] | Unavailable]:
+    """Status and rates after each interval; the error while a server that was there is away, as in an upgrade."""
     before, seen_s = client.status(), clock()
     while True:
         sleep(interval_s)
-        after, now_s = client.status(), clock()
+        try:
+            after, now_s = client.status(), clock()
+        except Unavailable as error:
+            yield error
+            continue
         yield after, rates_of(before, after, now_s - seen_s)
         before, seen_s = after, now_s
 
 
-def _show_live(frame: Any, looks: Iterator[tuple[ServerStatus, Rates]]) -> None:
+def _show_live(frame: Any, looks: Iterator[tuple[ServerStatus, Rates] | Unavailable]) -> None:
     with frame.live_screen() as screen:
-        for status, rates in looks:
-            screen.update(frame.frame(status, rates, frame.room_of(screen)), refresh=True)
+        for look in looks:
+            screen.update(_shown(frame, look, frame.room_of(screen)), refresh=True)
+
+
+def _shown(frame: Any, look: tuple[ServerStatus, Rates] | Unavailable, room: Any) -> Any:
+    return frame.absence(look) if isinstance(look, Unavailable) else frame.frame(*look, room)
