@@ -7,6 +7,7 @@ Used by the server, which reads such rows, and by `motet convert`. No imports be
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -56,6 +57,9 @@ MODULES = (
     LoraModule(18, "mlp_gate_up", (GATE_UP,), halves=(7, 5)),
 )
 CROSS_ATTENTION = frozenset(range(8, 13))
+EXPERTS = frozenset((13, 14, 15))
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,6})\.(gate_proj|down_proj|up_proj|w[123])")
+_ID_OF_PRODUCT = {"gate_proj": 13, "down_proj": 14, "up_proj": 15, "w1": 13, "w2": 14, "w3": 15}
 
 assert [module.module_id for module in MODULES] == list(range(19)), "an id is its place"
 
@@ -83,3 +87,9 @@ def id_of(path: str, *, is_gated: bool) -> int | None:
     if path == "mlp.up_proj":
         return 7 if is_gated else 5
     return next((module.module_id for module in MODULES if path in module.paths), None)
+
+
+def expert_of(path: str) -> tuple[int, int] | None:
+    """The id and the expert of a product that is a linear of one expert; None for any other module."""
+    match = _EXPERT.fullmatch(path)
+    return None if match is None else (_ID_OF_PRODUCT[match[2]], int(match[1]))

@@ -33,7 +33,7 @@ def add_parser(commands: Subparsers) -> None:
         "--base-model",
         metavar="DIR",
         type=Path,
-        help="the base checkpoint; needed for DoRA, and for a model whose MLP has no gate",
+        help="the base checkpoint; needed for DoRA, for experts, and for a model whose MLP has no gate",
     )
     rows.set_defaults(run=_peft_to_trtllm)
     peft = action("trtllm-to-peft", "write a PEFT adapter of lora_weights and lora_config")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from motet.trtllm.tensors import Array
 
 _TRANSPOSED_TYPES = ("gpt2",)  # these keep the weights of their linears as [inputs, outputs]
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a layer, in config.json
 _SLICE_ROWS = 1024  # of a weight that are float64 at a time
 
 
@@ -24,6 +25,7 @@ class BaseWeights:
         try:
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             self._is_transposed = config.get("model_type") in _TRANSPOSED_TYPES
+            self._num_experts = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0)
         except (OSError, ValueError, AttributeError) as error:
             raise invalid_field("--base-model", f"{directory}/config.json cannot be read: {error}") from error
         files = [TensorFile(path) for path in sorted(directory.glob("*.safetensors"))]
@@ -37,6 +39,11 @@ class BaseWeights:
             if (place := split(name)) is not None:
                 found.setdefault(place[0], {})[place[1]] = name
         return found
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer; 0 for a model without experts."""
+        return int(self._num_experts)
 
     def shape(self, module: str) -> tuple[int, int]:
         """(outputs, inputs) of a module, by the name that `modules` gives it. Raises InvalidArgument."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.adapters.files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE
 from motet.errors import invalid_field
-from motet.lora_module_ids import GATE_UP, MODULES, paths_of
+from motet.lora_module_ids import EXPERTS, GATE_UP, MODULES, expert_of, paths_of
 from motet.trtllm.base_weights import BaseWeights
 from motet.trtllm.peft_adapter import scaling_of
 from motet.trtllm.scaled import unscaled
@@ -70,34 +70,37 @@ def _exact_tensors(
         exact = read_table(directory / EXACT_ARRAY) if (directory / EXACT_ARRAY).is_file() else None
         tensors: dict[str, Tensor] = {}
         for index, *_ in entries:
-            tensors |= _exact_module(
-                document["rows"][index], row(index), None if exact is None else exact[index], config
-            )
+            described = document["rows"][index]
+            modules = described if isinstance(described, list) else [described]  # of experts, all of the layer
+            tensors |= _exact_row(modules, row(index), None if exact is None else exact[index], config)
         return tensors, metadata
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise invalid_field("directory", f"{TENSORS_FILE} cannot be used: {error}") from error
 
 
-def _exact_module(
-    described: Mapping[str, Any], values: Array, exact: Array | None, config: Mapping[str, Any]
+def _exact_row(
+    modules: Sequence[Mapping[str, Any]], values: Array, exact: Array | None, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The tensors of one row. `described` gives for each part the name, the type and the shape."""
-    (a_key, a_dtype, a_shape), (b_key, b_dtype, b_shape) = described["a"], described["b"]
-    module = b_key.removeprefix("base_model.model.").removesuffix("." + _PARTS["b"])
-    a_size, b_size = math.prod(a_shape), math.prod(b_shape)
-    b = values[a_size : a_size + b_size].reshape(b_shape)
-    steps = None if exact is None else exact[:b_size].reshape(b_shape)
-    b = unscaled(b, scaling_of(config, module, b_shape[1]), steps)
-    tensors = {
-        a_key: Tensor(values[:a_size].reshape(a_shape), a_dtype),
-        b_key: Tensor(_ordered(module, b), b_dtype),
-    }
-    if "magnitude" in described:
-        key, dtype, shape = described["magnitude"]
-        if exact is None:
-            raise ValueError(f"{EXACT_ARRAY}, which has DoRA's magnitudes, is missing")
-        magnitude = decode(exact[b_size : b_size + 4 * math.prod(shape)].tobytes(), "float32")
-        tensors[key] = Tensor(_ordered(module, magnitude.reshape(shape)), dtype)
+    """The tensors of one row. `modules` give for each part the name, the type and the shape."""
+    tensors: dict[str, Tensor] = {}
+    at, first = 0, sum(math.prod(described["a"][2]) for described in modules)
+    begin, num_steps = first, sum(math.prod(described["b"][2]) for described in modules)
+    for described in modules:
+        (a_key, a_dtype, a_shape), (b_key, b_dtype, b_shape) = described["a"], described["b"]
+        module = b_key.removeprefix("base_model.model.").removesuffix("." + _PARTS["b"])
+        a_size, b_size = math.prod(a_shape), math.prod(b_shape)
+        b = values[begin : begin + b_size].reshape(b_shape)
+        steps = None if exact is None else exact[begin - first : begin - first + b_size].reshape(b_shape)
+        b = unscaled(b, scaling_of(config, module, b_shape[1]), steps)
+        tensors[a_key] = Tensor(values[at : at + a_size].reshape(a_shape), a_dtype)
+        tensors[b_key] = Tensor(_ordered(module, b), b_dtype)
+        at, begin = at + a_size, begin + b_size
+        if "magnitude" in described:
+            key, dtype, shape = described["magnitude"]
+            if exact is None:
+                raise ValueError(f"{EXACT_ARRAY}, which has DoRA's magnitudes, is missing")
+            magnitude = decode(exact[num_steps : num_steps + 4 * math.prod(shape)].tobytes(), "float32")
+            tensors[key] = Tensor(_ordered(module, magnitude.reshape(shape)), dtype)
     return tensors
 
 
@@ -119,24 +122,36 @@ class _Rows:
             return  # the tools write such rows for modules that the adapter does not change
         if not 0 <= module_id < len(MODULES) or rank < 1:
             raise invalid_field(field, f"module id {module_id} with rank {rank}; ids are 0 to 18, ranks begin at 1")
-        paths = paths_of(MODULES[module_id], self._layers.get(layer, {}))
-        if not paths:
+        names = self._names(module_id, layer)
+        if not names:
             raise invalid_field(field, f"the base model has no module {MODULES[module_id]} in layer {layer}")
-        names = [self._layers[layer][path] for path in paths]
+        has_own_a = module_id in EXPERTS
+        if has_own_a and is_dora:
+            raise invalid_field(field, f"DoRA flag 1 for module id {MODULES[module_id]}; there is no DoRA on experts")
         shapes = [self._base.shape(name) for name in names]
         outputs = [num_outputs for num_outputs, _ in shapes]
         num_inputs, num_outputs = shapes[0][1], sum(outputs)
-        width = rank * (num_inputs + num_outputs) + (num_outputs if is_dora else 0)
+        all_inputs = num_inputs * (len(names) if has_own_a else 1)
+        width = rank * (all_inputs + num_outputs) + (num_outputs if is_dora else 0)
         if width > values.size or values[width:].any():
             raise invalid_field(field, f"the base model's sizes need {width} values, and the row has others")
-        a = values[: rank * num_inputs].reshape(rank, num_inputs)
-        b = values[rank * num_inputs : rank * (num_inputs + num_outputs)].reshape(num_outputs, rank)
-        scales = values[rank * (num_inputs + num_outputs) : width]
+        matrices = values[: rank * all_inputs].reshape(-1, rank, num_inputs)
+        b = values[rank * all_inputs : rank * (all_inputs + num_outputs)].reshape(num_outputs, rank)
+        scales = values[rank * (all_inputs + num_outputs) : width]
         first = 0
-        for name, count in zip(names, outputs, strict=True):
+        for index, (name, count) in enumerate(zip(names, outputs, strict=True)):
             own = slice(first, first + count)
             first += count
+            a = matrices[index if has_own_a else 0]
             self._add_module(name, a, _ordered(name, b[own]), _ordered(name, scales[own]) if is_dora else None)
+
+    def _names(self, module_id: int, layer: int) -> list[str]:
+        """The modules of a row in their order; empty: the base model has none."""
+        known = self._layers.get(layer, {})
+        if module_id in EXPERTS:
+            experts = {place[1]: path for path in known if (place := expert_of(path)) and place[0] == module_id}
+            return [known[experts[expert]] for expert in sorted(experts)]
+        return [known[path] for path in paths_of(MODULES[module_id], known)]
 
     def _add_module(self, name: str, a: Array, b: Array, scale: Array | None) -> None:
         if name in self._ranks:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from motet.adapters.files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY
 from motet.errors import invalid_field
-from motet.lora_module_ids import GATE_UP, id_of
+from motet.lora_module_ids import GATE_UP
 from motet.trtllm.base_weights import BaseWeights
 from motet.trtllm.peft_adapter import PeftAdapter, PeftModule, read_peft
 from motet.trtllm.scaled import corrections_of, is_lossless, scaled
@@ -45,14 +45,14 @@ def peft_to_trtllm(
     """Write the adapter in `directory` to `out`. Raises InvalidArgument.
 
     `storage_type`: the type of the rows, one of DTYPES; None: the adapter's own, or float32 where that would lose a
-    bit. `base_model`: the checkpoint, which DoRA needs, and a model whose MLP has no gate.
+    bit. `base_model`: the checkpoint, which DoRA and experts need, and a model whose MLP has no gate.
     """
     require_numpy()
     if storage_type is not None and storage_type not in DTYPES:
         raise invalid_field("--storage-type", f"is {storage_type!r}; use one of {', '.join(DTYPES)}")
     base = None if base_model is None else BaseWeights(base_model)
     is_gated = base is None or any("mlp.gate_proj" in layer for layer in base.modules().values())
-    adapter = read_peft(directory, is_gated=is_gated)
+    adapter = read_peft(directory, is_gated=is_gated, num_experts=None if base is None else base.num_experts)
     if adapter.is_dora and base is None:
         raise invalid_field(
             "--base-model", "is missing; DoRA's scales are divided by norms of the base weights: give the checkpoint"
@@ -61,11 +61,11 @@ def peft_to_trtllm(
     out.mkdir(parents=True, exist_ok=True)
     for name in (EXACT_ARRAY, CONFIG_FILE, TENSORS_FILE):  # of an earlier conversion
         (out / name).unlink(missing_ok=True)
-    writer = _Writer(adapter, base, out, dtype, is_gated=is_gated)
+    writer = _Writer(adapter, base, out, dtype)
     files = writer.write(is_exact=is_exact)
     if is_exact:
         files += writer.write_companions()
-    return Conversion(tuple(files), len(adapter.modules), dtype, is_exact)
+    return Conversion(tuple(files), len(adapter.rows), dtype, is_exact)
 
 
 def _storage(adapter: PeftAdapter, storage_type: str | None) -> tuple[str, bool]:
@@ -109,14 +109,11 @@ def _is_lossless(adapter: PeftAdapter, dtype: str) -> bool:
 class _Writer:
     """Writes the files of one conversion."""
 
-    def __init__(
-        self, adapter: PeftAdapter, base: BaseWeights | None, out: Path, dtype: str, *, is_gated: bool
-    ) -> None:
+    def __init__(self, adapter: PeftAdapter, base: BaseWeights | None, out: Path, dtype: str) -> None:
         self._adapter = adapter
         self._base = base
         self._out = out
         self._dtype = dtype
-        self._is_gated = is_gated
 
     def write(self, *, is_exact: bool) -> list[str]:
         """The arrays: the two of TensorRT-LLM, and the one of exact values where one is needed."""
@@ -125,23 +122,28 @@ class _Writer:
         rows: list[Array] = []
         table: list[Array] = []
         exact: list[Array] = []
-        for module in self._adapter.modules:
-            read = self._adapter.file.read
-            a, b = read(module.keys["a"]).values, read(module.keys["b"]).values
-            parts = [a.ravel(), _ordered(module, scaled(b, module.scaling, self._dtype)).ravel()]
-            corrections = corrections_of(b, module.scaling) if self._dtype == "float32" else None
-            kept = [_ordered(module, np.zeros(b.shape, np.int8) if corrections is None else corrections).ravel()]
-            columns = [id_of(module.path, is_gated=self._is_gated), module.layer, a.shape[0]]
+        for row in self._adapter.rows:
+            parts: tuple[list[Array], ...] = ([], [], [])  # the As, the Bs and the scale of a row, in this order
+            kept: tuple[list[Array], ...] = ([], [])
+            for module in row.modules:
+                read = self._adapter.file.read
+                a, b = read(module.keys["a"]).values, read(module.keys["b"]).values
+                parts[0].append(a.ravel())
+                parts[1].append(_ordered(module, scaled(b, module.scaling, self._dtype)).ravel())
+                corrections = corrections_of(b, module.scaling) if self._dtype == "float32" else None
+                steps = np.zeros(b.shape, np.int8) if corrections is None else corrections
+                kept[0].append(_ordered(module, steps).ravel())
+                if "magnitude" in module.keys:
+                    assert self._base is not None, "DoRA was refused without the base model"
+                    magnitude = read(module.keys["magnitude"]).values.ravel()
+                    norms = self._base.norms(module.name, a, b, module.scaling)
+                    parts[2].append(_ordered(module, magnitude / norms))
+                    kept[1].append(np.frombuffer(encode(_ordered(module, magnitude), "float32"), np.int8))
+            columns = [row.module_id, row.layer, len(parts[0][0]) // a.shape[1]]
             if self._adapter.is_dora:
-                columns.append(int("magnitude" in module.keys))
-            if "magnitude" in module.keys:
-                assert self._base is not None, "DoRA was refused without the base model"
-                magnitude = read(module.keys["magnitude"]).values.ravel()
-                norms = self._base.norms(module.name, a, b, module.scaling)
-                parts.append(_ordered(module, magnitude / norms))
-                kept.append(np.frombuffer(encode(_ordered(module, magnitude), "float32"), np.int8))
-            rows.append(np.concatenate(parts))
-            exact.append(np.concatenate(kept))
+                columns.append(int(bool(parts[2])))
+            rows.append(np.concatenate([each for part in parts for each in part]))
+            exact.append(np.concatenate([each for part in kept for each in part]))
             table.append(np.array(columns, np.int32))
         write_rows(self._out / WEIGHTS_ARRAY, rows, self._dtype)
         write_rows(self._out / ROWS_ARRAY, table, "int32")
@@ -154,10 +156,17 @@ class _Writer:
         """What the way back needs beside the arrays."""
         (self._out / CONFIG_FILE).write_bytes(self._adapter.config)
         tensors = [
-            {part: [key, *self._adapter.file.described(key)] for part, key in module.keys.items()}
-            for module in self._adapter.modules
+            [
+                {part: [key, *self._adapter.file.described(key)] for part, key in module.keys.items()}
+                for module in row.modules
+            ]
+            for row in self._adapter.rows
         ]
-        document = {"format": 1, "metadata": self._adapter.file.metadata, "rows": tensors}
+        document = {
+            "format": 1,
+            "metadata": self._adapter.file.metadata,
+            "rows": [each[0] if len(each) == 1 else each for each in tensors],
+        }
         (self._out / TENSORS_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
         return [CONFIG_FILE, TENSORS_FILE]
 

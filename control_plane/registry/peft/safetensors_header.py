@@ -143,7 +143,10 @@ def _entry(name: str, value: Any, data_start: int, data_size: int) -> TensorEntr
         raise refuse(label, "the header entry must hold dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        raise refuse(label, f"dtype {shorten(str(dtype), 20)}; expected one of {', '.join(ITEMSIZE)}")
+        raise refuse(
+            label,
+            f"dtype {shorten(str(dtype), 20)}; expected one of {', '.join(ITEMSIZE)}: convert the tensors",
+        )
     if not _is_int_list(shape) or len(shape) not in (1, 2):
         raise refuse(label, f"shape {shorten(str(shape), 60)}; expected one or two dimensions")
     if not all(1 <= size < _MAX_DIMENSION for size in shape):

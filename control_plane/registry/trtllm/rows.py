@@ -16,7 +16,9 @@ from motet.lora_module_ids import MODULES, LoraModule
 
 from control_plane.errors import FieldViolation, InvalidAdapter
 from control_plane.registry.adapter_files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY
+from control_plane.registry.model.served_modules import ModuleKind
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
+from control_plane.registry.peft.experts.tensors import names_in_config
 from control_plane.registry.peft.kinds.dora import DORA, PART_DORA_SCALE, PART_MAGNITUDE
 from control_plane.registry.peft.kinds.lora import LORA, PART_A, PART_B
 from control_plane.registry.peft.module_plans import ModulePlan, check_targets
@@ -285,10 +287,17 @@ class _Reader:
             return 1.0
         if config.kind not in (LORA, DORA):
             raise refuse(config.kind.flag, f"is true in {CONFIG_FILE}; rows have no such part, register PEFT's files")
-        rank = config.rank_of(name, num_rows=row.rank)
+        is_mixture = self._targets.served[name].kind in (ModuleKind.EXPERT, ModuleKind.ROUTER)
+        named = names_in_config(name, config) if is_mixture else [name]
+        rank = config.rank_of(named[0], num_rows=row.rank)
         if rank != row.rank:
             raise refuse(row.field, f"rank {row.rank}, but {CONFIG_FILE} gives {name} the rank {rank}")
-        scaling = config.scaling_of(name, rank)
+        scaling, *others = {config.scaling_of(each, rank) for each in named}
+        if others:
+            raise refuse(
+                "alpha_pattern",
+                f"gives {name} several scalings, under the names {' and '.join(named)}; register PEFT's files instead",
+            )
         if scaling == 0:
             raise refuse("lora_alpha", f"gives {name} a scaling of 0; the adapter would change nothing")
         return scaling

@@ -18,10 +18,16 @@ from motet.trtllm.to_rows import peft_to_trtllm
 from motet.uploads import AdapterUpload
 from safetensors.torch import load_file, save_file
 
+from control_plane.errors import InvalidAdapter
 from control_plane.registry.model.base_model import BaseModel
+from data_plane.engine.build import build_engine
 from tests.control_plane.registry.rig import pack
+from tests.data_plane.engine.expert_files import write_one_by_one
+from tests.data_plane.engine.test_oracle import worker_config
+from tests.e2e.scheduled import reported_by
 from tests.makers import make_adapter, make_checkpoint
 
+ARRAYS = (WEIGHTS_ARRAY, ROWS_ARRAY, EXACT_ARRAY)
 FORMS: dict[str, dict[str, Any]] = {
     "power of two": {"rank": 8, "alpha": 16},
     "another scaling": {"rank": 8, "alpha": 10},
@@ -80,6 +86,75 @@ def test_the_way_back_gives_every_byte_and_the_digest_is_the_same(
     if form == "another scaling" and dtype == "float32":
         steps = np.load(tmp_path / "rows" / EXACT_ARRAY)
         assert set(np.unique(steps)) == {-1, 0, 1}  # a division alone would not give every bit back
+
+
+@pytest.mark.parametrize(
+    ("arch", "form"),
+    [
+        ("mixtral", {"linears": ["q_proj", "gate"], "alpha": 5, "alpha_pattern": {"w2": 3, "gate": 7}}),
+        ("mixtral", {"rank": 3, "use_rslora": True}),
+        (
+            "qwen2_moe",
+            {"parts": [], "linears": ["gate", "shared_expert_gate", "v_proj"], "alpha_pattern": {"v_proj": 3}},
+        ),
+        ("qwen3_moe", {"parts": ["down_proj"], "linears": ["gate"]}),
+    ],
+)
+def test_experts_and_routers_are_the_same_adapter_in_rows(arch: str, form: dict[str, Any], tmp_path: Path) -> None:
+    """Experts one by one, whose rows hold all of a layer; the names are those of the model's own time."""
+    base = make_checkpoint(tmp_path / "model", arch)
+    source = write_one_by_one(tmp_path / "peft", base, **form)
+    result = peft_to_trtllm(source, tmp_path / "rows", base_model=base)
+    assert result.is_exact
+    ids = np.load(tmp_path / "rows" / ROWS_ARRAY)[0, :, 0]
+    of_name = {"gate_proj": 13, "down_proj": 14, "up_proj": 15, "gate": 16, "shared_expert_gate": 17}
+    named = (*form.get("parts", ("gate_proj", "up_proj", "down_proj")), *form.get("linears", ()))
+    assert {of_name[name] for name in named if name in of_name} <= set(ids.tolist())
+    model, reported = BaseModel.load(base), reported_by(build_engine(worker_config(base)))
+    files = [
+        {name: at / name for name in (CONFIG_FILE, WEIGHTS_FILE, *ARRAYS) if (at / name).is_file()}
+        for at in (source, tmp_path / "rows")
+    ]
+    digests = [pack(each, model, reported=reported)[0].digest for each in files]
+    assert digests[0] == digests[1]
+    trtllm_to_peft(tmp_path / "rows", tmp_path / "back")
+    assert (tmp_path / "back" / CONFIG_FILE).read_bytes() == (source / CONFIG_FILE).read_bytes()
+    before, after = (safetensors.numpy.load_file(at / WEIGHTS_FILE) for at in (source, tmp_path / "back"))
+    assert before.keys() == after.keys() and all(np.array_equal(before[key], after[key]) for key in before)
+
+
+def test_bare_rows_of_experts_get_their_names_from_the_base_model(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "model", "mixtral")
+    source = write_one_by_one(tmp_path / "peft", base, rank=4, alpha=8, linears=["q_proj"])
+    peft_to_trtllm(source, tmp_path / "rows", base_model=base)
+    for path in (tmp_path / "rows").iterdir():
+        if path.name not in (WEIGHTS_ARRAY, ROWS_ARRAY):
+            path.unlink()
+    trtllm_to_peft(tmp_path / "rows", tmp_path / "back", base_model=base)
+    before, after = (safetensors.numpy.load_file(at / WEIGHTS_FILE) for at in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(values * (2 if "lora_B" in key else 1), after[key]) for key, values in before.items())
+    model, reported = BaseModel.load(base), reported_by(build_engine(worker_config(base)))
+    bare = {name: tmp_path / "rows" / name for name in (WEIGHTS_ARRAY, ROWS_ARRAY)}
+    back = {name: tmp_path / "back" / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    assert len({pack(files, model, reported=reported)[0].digest for files in (bare, back)}) == 1
+
+
+def test_rows_of_experts_that_would_lose_something_are_refused(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "model", "mixtral")
+    some = write_one_by_one(tmp_path / "some", base, experts=[0, 1])
+    for base_model, words in ((None, r"--base-model.*all experts of a layer"), (base, "LoRA on 2 experts.*all 4")):
+        with pytest.raises(InvalidArgument, match=words):
+            peft_to_trtllm(some, tmp_path / "rows", base_model=base_model)
+    named = write_one_by_one(tmp_path / "named", base, target_modules=r".*\.w[123]", alpha_pattern={"w2": 3})
+    peft_to_trtllm(named, tmp_path / "rows", base_model=base)
+    files = {name: tmp_path / "rows" / name for name in (CONFIG_FILE, *ARRAYS) if (tmp_path / "rows" / name).is_file()}
+    reported = reported_by(build_engine(worker_config(base)))
+    with pytest.raises(InvalidAdapter, match=r"alpha_pattern: gives .*down_proj several scalings, under the names"):
+        pack(files, BaseModel.load(base), reported=reported)
+    dora = write_one_by_one(tmp_path / "dora", base, use_dora=True)
+    with pytest.raises(InvalidArgument, match="has DoRA, which rows cannot say of experts"):
+        peft_to_trtllm(dora, tmp_path / "rows", base_model=base)
 
 
 def test_rows_are_what_tensorrt_llm_reads(checkpoints: dict[str, Path], tmp_path: Path) -> None:

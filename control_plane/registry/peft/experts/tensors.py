@@ -347,6 +347,20 @@ def is_named(name: str, names: Mapping[str, str], config: AdapterConfig) -> bool
     )
 
 
+def names_in_config(name: str, config: AdapterConfig) -> list[str]:
+    """What the configuration calls the module of an expert, or a router, whose tensors have no names of their own.
+
+    Several where an expression may mean each of them.
+    """
+    found = []
+    for each in (name, *_other_names(name)):
+        if config.targets_parameter(f"{each}.weight"):
+            found.append(f"{each}.weight")
+        elif config.targets_parameter(each) or config.targets.may_have(each):
+            found.append(each)
+    return (found if config.targets.has_expression else found[:1]) or [name]
+
+
 def _other_names(name: str) -> list[str]:
     """What else a configuration may call the module of an expert, or a router."""
     old = name.replace(".mlp.", ".block_sparse_moe.")
