@@ -146,7 +146,8 @@ def _obstacle(version: AdapterVersion, *, is_alone: bool) -> str:
         return ""
     names = ", ".join(sorted(_NAMES.get(part, part) for part in others))
     what = "a scale is not defined" if is_alone else "PEFT defines no combination"
-    return f"has {names}, for which {what}; use it alone and without a scale"
+    way = "use it alone" if others == {"bias"} else "use it alone and without a scale"
+    return f"has {names}, for which {what}; {way}"
 
 
 # Parts of the packed layout, in the words of PEFT.

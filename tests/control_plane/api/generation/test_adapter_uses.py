@@ -69,7 +69,11 @@ async def test_one_adapter_is_scaled(api: Api) -> None:
             combined(("poet", 1.0), ("clerk", 1.0)),
             "DoRA magnitudes, for which PEFT",
         ),
-        ({"parts": ("a", "b", "bias")}, combined(("poet", 1.0), ("clerk", 1.0)), "a LoRA bias, for which PEFT"),
+        (
+            {"parts": ("a", "b", "bias")},
+            combined(("poet", 1.0), ("clerk", 1.0)),
+            "defines no combination; use it alone",
+        ),
         ({"parts": ("a", "b", "experts")}, combined(("poet", 1.0), ("clerk", 1.0)), "has experts"),
         ({"parts": ("a", "b", "base_bias")}, combined(("poet", 0.5)), "trained biases of the base model"),
         ({"parts": ("a", "b", "magnitude")}, combined(("poet", 0.5)), "a scale is not defined"),
@@ -87,6 +91,14 @@ async def test_versions_that_cannot_be_combined_are_refused_by_name(
         await generate(api, message)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT and not api.fleet.requests
     assert reason in (caught.value.details() or "")
+
+
+async def test_a_lora_bias_may_have_a_scale_where_its_adapter_is_alone_and_the_refusal_says_so(api: Api) -> None:
+    add(api, "poet", DIGEST, parts=("a", "b", "bias"))
+    add(api, "clerk", OTHER_DIGEST)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(api, combined(("poet", 1.0), ("clerk", 1.0)))
+    assert "without a scale" not in (caught.value.details() or "")
 
 
 async def test_two_names_of_one_version_are_refused(api: Api) -> None:
