@@ -208,7 +208,7 @@ def _plan_module(
     module = targets.served[name]
     out_features, in_features = module.out_features, module.in_features
     is_embedding = targets.is_input_embedding(name)
-    if module.kind is ModuleKind.LINEAR or num_tokens == (in_features if is_embedding else out_features):
+    if not targets.is_embedding_module(name) or num_tokens == (in_features if is_embedding else out_features):
         num_tokens = None
     if num_tokens is not None:
         in_features, out_features = (num_tokens, out_features) if is_embedding else (in_features, num_tokens)
