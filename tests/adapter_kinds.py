@@ -127,7 +127,7 @@ def _kinds_of_linears(some: list[str]) -> dict[str, Kind]:
     expression, layer = {"targets": r".*\.0\.self_attn\.(q|o)_proj", "rank": 4}, {"layers_to_transform": [0]}
     return {
         "lora": Kind("LoRA, rsLoRA", {"rank": 8, "targets": some}),
-        "all linears": Kind(modules, {"rank": 3}),
+        "all linears": Kind(modules, {"rank": 3, "alpha": 6}),
         "rslora": Kind("LoRA, rsLoRA", {"rank": 5, "targets": some, "rslora": True}),
         "dora": Kind("DoRA (`use_dora`), also with rsLoRA", {"rank": 4, "targets": some, "use_dora": True}),
         "rsdora of all": Kind(
@@ -178,6 +178,11 @@ def _kinds_of_experts() -> dict[str, Kind]:
     router = "routers, a shared expert's linears and its gate"
     return {
         "experts": Kind(EXPERTS, {"rank": 3, "targets": ["o_proj"], "target_parameters": FUSED}),
+        "experts, saved and new rows": Kind(
+            EXPERTS,
+            {"rank": 2, "targets": ["q_proj"], "target_parameters": [*FUSED, "gate.weight"]}
+            | {"resize": 258, "modules_to_save": BOTH},
+        ),
         "some products": Kind(EXPERTS, {"rank": 5, "targets": [], "target_parameters": FUSED[1:], "rslora": True}),
         "router": Kind(router, {"rank": 4, "targets": ["k_proj"], "target_parameters": ["gate.weight"]}),
         "one by one": Kind(EXPERTS, {"linears": ["q_proj"]}, is_one_by_one=True),

@@ -170,6 +170,37 @@ def make_adapter(
     return directory
 
 
+def make_converted(
+    directory: Path,
+    checkpoint: Path,
+    init: str,
+    *,
+    targets: Sequence[str] = ("q_proj", "v_proj", "down_proj"),
+    seed: int = 0,
+) -> Path:
+    """An adapter that started as `init`, which changes the base weights, converted to plain LoRA by PEFT."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    start: Any = init  # one of PEFT's names
+    lora = LoraConfig("CAUSAL_LM", r=4, lora_alpha=8, target_modules=list(targets), init_lora_weights=start)
+    model = get_peft_model(base, lora)
+    config = model.peft_config["default"]
+    assert isinstance(config, LoraConfig)
+    config.init_lora_weights = True  # as PEFT's examples do: loading must not start anew
+    model.save_pretrained(str(directory / "start"))
+    config.init_lora_weights = start
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if ".lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(directory / "start"))
+    return directory
+
+
 def _resize(base: Any, num_tokens: int, generator: Any) -> None:
     """Give the model a vocabulary of another size, with rows like those that it has."""
     import torch

@@ -93,8 +93,12 @@ def serve(
     max_steps: int = 1,
     num_host_blocks: int = 0,
     on_plan: Callable[[StepPlan], None] = lambda plan: None,
+    then: Sequence[Sequence[Request]] = (),
 ) -> tuple[Completions, SchedulerStats]:
-    """Run all requests from an empty engine; results come back when nothing more can be planned."""
+    """Run all requests from an empty engine; results come back when nothing more can be planned.
+
+    `then`: waves of further requests; each comes when all before have ended.
+    """
     engine.reset()
     hello = encode_hello(replace(engine.capacities, num_host_blocks=num_host_blocks), "worker").hello
     scheduler = Scheduler(limits_of(hello, plan_depth), settings)
@@ -107,7 +111,11 @@ def serve(
     completions: Completions = {}
     for _ in range(10_000):
         if not scheduler.request_ids and not results:
-            break
+            if not then:
+                break
+            for request in then[0]:
+                scheduler.add(request, 0.0)
+            then = then[1:]
         commands = list(scheduler.slot_commands())
         for command in commands:
             _obey(engine, scheduler, command, source_of)

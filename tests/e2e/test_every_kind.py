@@ -254,7 +254,7 @@ def test_every_kind_has_the_distributions_of_peft_in_one_batch(world: World) -> 
         check_close(served[number, 0].pooled, due, "float32", name)
 
 
-# Slots and bytes for four of the adapters, and few blocks: requests are preempted, by both ways.
+# How a request that was preempted goes on, and how far plans are ahead of results.
 SETTINGS = [
     pytest.param(SchedulerSettings(swap_us_per_block=1e9, max_step_tokens=24), 0, 1, id="recompute"),
     pytest.param(SchedulerSettings(swap_us_per_block=0.0, max_step_tokens=24), 64, 1, id="swap"),
@@ -263,42 +263,71 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("settings", "num_host_blocks", "max_steps"), SETTINGS)
-def test_every_kind_goes_on_over_eviction_reload_and_preemption(
+def test_every_kind_is_evicted_and_loaded_again(
     world: World,
     settings: SchedulerSettings,
     num_host_blocks: int,
     max_steps: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Slots and bytes for four adapters, and waves of requests: each slot is used again, by other kinds.
+
+    The second wave is of adapters that are long gone. It takes the slots of those that the first one left.
+    """
     engine = world.engine(num_adapters=4, num_blocks=14, host_kv_bytes=num_host_blocks << 14)
-    names = [*world.names, *world.names]
+    waves = [world.names, ["dora", "lora bias", "ranks", "half"], world.names]
+    names = [name for wave in waves for name in wave]
     jobs = {number: (name, world.prompt(name, number, 9 + 5 * (number % 4))) for number, name in enumerate(names)}
-    loads = Counter[str]()
-    load = engine.slots.load
+    requests = [world.request(number, *job, tenant=f"tenant {number % 2}") for number, job in jobs.items()]
+    first, second = len(waves[0]), len(waves[0]) + len(waves[1])
+    loads, load = Counter[str](), engine.slots.load
 
     def count_loads(slot: int, generation: int, digest: str, source: AdapterSource) -> None:
         loads[digest] += 1
         load(slot, generation, digest, source)
 
     monkeypatch.setattr(engine.slots, "load", count_loads)
-    admitted = Counter[str]()
-
-    def count_rows(plan: StepPlan) -> None:
-        admitted.update(jobs[row.request_id][0] for row in plan.new_rows)
-
-    served, stats = serve(
+    served, _ = serve(
         engine,
-        [world.request(number, *job, tenant=f"tenant {number % 2}") for number, job in jobs.items()],
+        requests[:first],
         list(world.adapters.values()),
         settings,
         num_host_blocks=num_host_blocks and engine.capacities.num_host_blocks,
         max_steps=max_steps,
-        on_plan=count_rows,
+        then=[requests[first:second], requests[second:]],
     )
-    assert stats.num_preemptions > 0 and (stats.num_swapped_out > 0) is (num_host_blocks > 0)
-    print(sorted((loads[a.info.digest], n) for n, a in world.adapters.items()))
-    print(sorted((n, name) for name, n in admitted.items()))
+    once = [name for name, adapter in world.adapters.items() if loads[adapter.info.digest] < 2]
+    assert not once, f"loaded once only: {once}"
     world.check_all(jobs, served)
+
+
+@pytest.mark.parametrize(("settings", "num_host_blocks", "max_steps"), SETTINGS[:2])
+def test_every_kind_goes_on_after_it_was_preempted(
+    world: World, settings: SchedulerSettings, num_host_blocks: int, max_steps: int
+) -> None:
+    """Beside a request of the base model, with blocks for one of the two at their end: the later one has to go."""
+    engine = world.engine(
+        num_adapters=5, num_blocks=7, max_model_len=56, max_adapter_model_len=56, host_kv_bytes=num_host_blocks << 14
+    )
+    jobs = {0: (BASE, world.prompt(BASE, 0, 20))}
+    for number, name in enumerate(world.names, start=1):
+        jobs[1] = (name, world.prompt(name, number, 20 - 3 * (name == "activated")))
+        num_begun = Counter[int]()
+
+        def count_rows(plan: StepPlan, begun: Counter[int] = num_begun) -> None:
+            begun.update(int(row.request_id) for row in plan.new_rows)
+
+        served, _ = serve(
+            engine,
+            [world.request(place, *job, max_tokens=14) for place, job in jobs.items()],
+            list(world.adapters.values()),
+            settings,
+            num_host_blocks=num_host_blocks and engine.capacities.num_host_blocks,
+            max_steps=max_steps,
+            on_plan=count_rows,
+        )
+        assert num_begun[1] > 1, f"{name} was not preempted"
+        world.check_all(jobs, served)
 
 
 def test_every_kind_goes_on_with_its_own_tokens_on_another_worker(world: World) -> None:
@@ -317,32 +346,3 @@ def test_every_kind_goes_on_with_its_own_tokens_on_another_worker(world: World) 
     assert {len(served[number, 0].token_ids) for number in jobs} == {NUM_TOKENS - 3}
     world.check_all(jobs, begun)
     world.check_all({number: (name, (*prompt, *moved[number])) for number, (name, prompt) in jobs.items()}, served)
-
-
-# The modules of kernels that adapters go through. Attention, sampling and the base's own layers are as on a CPU.
-TRITON = (
-    "kernels.lora.ops",
-    "kernels.token_rows",
-    "kernels.rope",
-    "data_plane.adapters.step.adapter_steps",
-)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_kind_has_the_distributions_of_peft_with_triton(
-    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All kinds in one step of prompts and one that decodes, through the kernels that adapters use."""
-    torch.set_num_threads(1)
-    world = make_world(tmp_path, arch, num_hidden_layers=1)
-    engine = world.engine(num_adapters=len(world.adapters), max_rows=64, num_blocks=600)
-    for module in TRITON:
-        monkeypatch.setattr(f"{module}.runs_triton", lambda tensor: True)
-    monkeypatch.setattr("data_plane.layers.recorded_layers.has_native", lambda *tensors: False)
-    jobs = {
-        number: (name, world.prompt(name, number, 3 if world.kinds.get(name, Kind("")).invocation else 2))
-        for number, name in enumerate(world.names)
-    }
-    requests = [world.request(number, *job, arrival_s=0.0, max_tokens=2) for number, job in jobs.items()]
-    served, _ = serve(engine, requests, list(world.adapters.values()), SchedulerSettings(max_step_tokens=200))
-    world.check_all(jobs, served)

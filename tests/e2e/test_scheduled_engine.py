@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ class SwapWatch:
 
 
 def run(
-    rig: Rig, settings: SchedulerSettings, *, num_host_blocks: int = 0, **ahead: int
+    rig: Rig, settings: SchedulerSettings, *, num_host_blocks: int = 0, **ahead: Any
 ) -> tuple[SchedulerStats, set[int]]:
     """Serve and check all requests; the numbers, and who was swapped in."""
     watch = SwapWatch()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hostile.churn.kinds import kinds_of
+from tests.adapter_kinds import kinds_of
 from tests.hostile.churn.ledger import Ledger
 from tests.hostile.churn.world import NUM_STABLE, World
 

@@ -20,7 +20,7 @@ from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.e2e.distributions import check_distributions
 from tests.e2e.scheduled import ingested
-from tests.makers import make_adapter, make_checkpoint, make_prompt
+from tests.makers import make_adapter, make_checkpoint, make_converted, make_prompt
 from tests.oracle import GreedyCompletion, Oracle
 
 NUM_TOKENS = 6
@@ -87,30 +87,6 @@ def check_forms(
     check_distributions(
         engine, adapters, lambda name, ids: oracles.get(name or "", oracle).logits(ids, name), prompts, num_tokens=2
     )
-
-
-def make_converted(directory: Path, checkpoint: Path, init: str) -> Path:
-    """An adapter that started as `init`, which changes the base weights, converted to plain LoRA by PEFT."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    targets = ["q_proj", "v_proj", "down_proj"]
-    start: Any = init  # one of PEFT's names
-    lora = LoraConfig("CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets, init_lora_weights=start)
-    model = get_peft_model(base, lora)
-    config = model.peft_config["default"]
-    assert isinstance(config, LoraConfig)
-    config.init_lora_weights = True  # as PEFT's examples do: loading must not start anew
-    model.save_pretrained(str(directory / "start"))
-    config.init_lora_weights = start
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if ".lora_" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(directory / "start"))
-    return directory
 
 
 NAMED: dict[str, dict[str, dict[str, Any]]] = {

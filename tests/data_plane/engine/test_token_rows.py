@@ -73,6 +73,13 @@ class PeftModelOf:
         logits: torch.Tensor = self.peft(input_ids=torch.tensor([list(token_ids)])).logits[0].float()
         return logits
 
+    @torch.inference_mode()
+    def hidden(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[width]: the last hidden state of the last token, as transformers' AutoModel returns it."""
+        causal = self.peft.get_base_model() if hasattr(self.peft, "get_base_model") else self.peft
+        state: torch.Tensor = causal.base_model(input_ids=torch.tensor([list(token_ids)])).last_hidden_state
+        return state[0, -1].float()
+
     def check(self, prompt: list[int], token_ids: list[int], what: object) -> int:
         """Assert that the tokens are the model's choice, beyond rounding. Returns how many are clear."""
         top = self.logits([*prompt, *token_ids])[len(prompt) - 1 : -1].topk(2)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.hostile.churn.kinds import kinds_of
+from tests.adapter_kinds import kinds_of
 from tests.hostile.churn.world import World
 
 ARCHS = ("mixtral", "llama")

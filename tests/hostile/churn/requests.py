@@ -48,7 +48,7 @@ class Requests:
         self._classifiers = [name for name, each in versions.items() if each[0].classes]
         self._embeddable = [name for name, each in versions.items() if each[0].kind != "activated"]
         # Every version that comes without a tokenizer may be sent with a number; one of each kind is enough.
-        kinds = {each[0].kind: each[0] for each in versions.values() if each[0].made.pushed is not None}
+        kinds = {each[0].kind: each[0] for each in versions.values() if not each[0].made.has_tokenizer}
         self._tasks = [
             (LoraTask(number, version.made.served), version) for number, version in enumerate(kinds.values())
         ]
@@ -150,7 +150,7 @@ class Requests:
         """The embedding of a prompt is transformers', or that of the first time, up to rounding."""
         name = draw.choice(self._embeddable)
         known = self._versions[name][0].states
-        prompt = draw.choice(list(known)) if known else tuple(make_prompt(draw.randrange(3), 12))
+        prompt = draw.choice(list(known)) if known else tuple(make_prompt(draw.randrange(3), 12, vocab_size=250))
         view = self._ledger.look(name)
         try:
             found = self._client.embed(prompt, adapter=name, timeout_s=TIMEOUT_S)

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from tests.adapter_kinds import NUM_LABELS, TOOL, Kind, Made, make
 from tests.e2e.test_scheduled_pooling import classes_of
-from tests.hostile.churn.kinds import NUM_LABELS, TOOL, Kind, Made, make
 from tests.makers import make_prompt
 from tests.oracle import MIN_GAP, Oracle
 
 NUM_TOKENS = 10
 NUM_PROMPTS = 3
 LENGTHS = (3, 9, 24)
+BASE = Kind("")  # the model itself
 LONG_LENGTHS = (3, 24, 110)  # of adapters for longer contexts than the base model is served with
 WORDS = ("the", "in", "an", "over", "note")
 

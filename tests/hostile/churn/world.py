@@ -16,11 +16,11 @@ from typing import Self
 from motet import AdapterTier, Client, DeadlineExceeded, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from safetensors.numpy import load_file
 
+from tests.adapter_kinds import CONFIG, SIZES, WEIGHTS, kinds_of
 from tests.e2e.harness import System, active_version, wait_until
-from tests.hostile.churn.kinds import CONFIG, WEIGHTS, Kind, kinds_of
 from tests.hostile.churn.ledger import Ledger, Name
 from tests.hostile.churn.requests import TIMEOUT_S, Requests
-from tests.hostile.churn.truth import NUM_TOKENS, Version, combine, complete, make_version
+from tests.hostile.churn.truth import BASE, NUM_TOKENS, Version, combine, complete, make_version
 from tests.makers import make_checkpoint, make_tokenizer
 
 ARENA_ADAPTERS = 4
@@ -41,7 +41,7 @@ class World:
         self, work_dir: Path, *, seed: int, num_adapters: int, num_versions: int = 2, arch: str = "llama"
     ) -> None:
         """`num_versions`: of each name, at most, each with weights of its own."""
-        self.model_dir = make_tokenizer(make_checkpoint(work_dir / "model", arch=arch))
+        self.model_dir = make_tokenizer(make_checkpoint(work_dir / "model", arch=arch, **SIZES[arch]))
         self._work_dir = work_dir
         self._seed = seed
         kinds = kinds_of(arch)
@@ -63,7 +63,7 @@ class World:
         self.requests: Requests
 
     def __enter__(self) -> Self:
-        base = complete(self.model_dir, None, Kind(), self._seed)
+        base = complete(self.model_dir, None, BASE, self._seed)
         largest = max(size_of(version) for versions in self.versions.values() for version in versions)
         self._arena_bytes = ARENA_ADAPTERS * largest
         flags = [*CONTROL_FLAGS, "--task-cache-bytes", str(TASK_ADAPTERS * largest)]
