@@ -21,6 +21,8 @@ from control_plane.registry.peft.safetensors_header import CHECK_BASE, TensorEnt
 from control_plane.registry.peft.target_modules import TargetModules, layer_of
 from control_plane.registry.peft.tensor_names import BASE_BIAS, BASE_WEIGHT, split_key
 
+_TIED_NAMES = ("embed_tokens", "lm_head")  # PEFT ties no adapters where target_modules has neither, as on GPT-2's wte
+
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
@@ -119,7 +121,9 @@ def _by_module(
 
 def _check_ties(config: AdapterConfig, found: Collection[str], targets: TargetModules, problems: Problems) -> None:
     adapted = sorted(filter(targets.is_embedding_module, found))
-    if config.ties_weights and targets.are_tied and len(adapted) == 1:
+    named = config.targets.names or adapted
+    is_tied = config.ties_weights and any(name.rpartition(".")[2] in _TIED_NAMES for name in named)
+    if is_tied and targets.are_tied and len(adapted) == 1:
         description = (
             f"is true, the base model ties embedding and head, and the file has tensors of {adapted[0]} alone; save "
             "the adapter with PEFT 0.19 or later, which writes those of both"

@@ -103,6 +103,16 @@ def test_weight_tying_is_refused_where_there_is_something_to_tie(
         assert packed(tmp_path, base, adapter(), ensure_weight_tying=True) == packed(tmp_path, base, adapter())
 
 
+def test_weight_tying_has_no_effect_on_an_embedding_that_peft_does_not_tie(tmp_path: Path, checkpoint: Tensors) -> None:
+    """GPT-2's wte: PEFT warns, adapts the embedding alone, and loads that."""
+    del checkpoint["lm_head.weight"]
+    renamed = {name.replace("embed_tokens", "wte"): values for name, values in checkpoint.items()}
+    only = {name.replace("embed_tokens", "wte"): values for name, values in adapter().items() if "lm_head" not in name}
+    base = base_model(tmp_path, renamed)
+    plain = packed(tmp_path, base, only, target_modules=["wte"])
+    assert packed(tmp_path, base, only, target_modules=["wte"], ensure_weight_tying=True) == plain
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_bases_own_weight_beside_an_adapter_changes_nothing(
     tmp_path: Path, checkpoint: Tensors, is_tied: bool
