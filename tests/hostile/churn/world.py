@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from motet import AdapterTier, Client, DeadlineExceeded, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 from tests.adapter_kinds import CONFIG, SIZES, WEIGHTS, kinds_of
 from tests.e2e.harness import System, active_version, wait_until
