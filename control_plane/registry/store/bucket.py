@@ -30,6 +30,11 @@ MAX_CONDITIONAL_BYTES = 64 << 20
 SWEEP_INTERVAL_S = 3600.0
 _SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "azure")
 _PROVIDERS = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}  # in names of environment variables; others are Azure's
+# Environment variables of obstore with a URL, by provider. It panics at the first request where one has a space.
+_ENDPOINTS = {
+    "AWS": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    "AZURE": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 # So that a request that was sent either takes effect soon or never.
 _CLIENT_OPTIONS: Any = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
@@ -62,13 +67,30 @@ def open_bucket(url: str) -> Bucket:
             f"{parts.scheme}://: credentials in the URL are not read; give them in the environment "
             "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY)"
         )
+    provider = _PROVIDERS.get(parts.scheme, "AZURE")
+    for variable in _ENDPOINTS.get(provider, ()):
+        _check_endpoint(variable, os.environ.get(variable, ""))
     # obstore reads this variable only where no other option of its HTTP client is given.
-    allows = os.environ.get(f"{_PROVIDERS.get(parts.scheme, 'AZURE')}_ALLOW_HTTP", "")
+    allows = os.environ.get(f"{provider}_ALLOW_HTTP", "")
     options = _CLIENT_OPTIONS | {"allow_http": allows.lower() in ("true", "1")}
     try:
         return Bucket(from_url(url, client_options=options, retry_config=_RETRIES), what=parts.scheme)
     except (BaseError, ValueError) as error:
         raise StoreUrlError(f"{parts.scheme}://: {_first_line(error)}") from None
+
+
+def _check_endpoint(variable: str, url: str) -> None:
+    """Raise StoreUrlError for the URL of a service that no request could be sent to; empty: none is given."""
+    if not url:
+        return
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_url = False
+    if not is_url or not url.isascii() or any(not 32 < ord(character) < 127 for character in url):
+        # Not repeated: it may hold a password.
+        raise StoreUrlError(f"{variable} is not a URL of http:// or https:// with a host; correct it or leave it out")
 
 
 class Bucket:

@@ -32,6 +32,28 @@ def test_a_url_that_cannot_be_opened_says_why(url: str, words: str, monkeypatch:
     assert "hidden" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://127.0.0.1:90 00",
+        "127.0.0.1:9000",
+        "http://",
+        "http://host:99999",
+        "http://hidden\nhost",
+        "http://h\u00f6st",
+    ],
+)
+def test_an_endpoint_that_is_not_a_url_is_named_before_anything_is_sent(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """obstore panics at the first request to some of them."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StoreUrlError, match=r"^AWS_ENDPOINT_URL is not a URL of http:// or https://") as caught:
+        open_store("s3://bucket/path")
+    assert "hidden" not in str(caught.value)
+    assert isinstance(open_store("gs://bucket/path"), ObjectStore), "another provider's"
+
+
 def test_paths_and_file_urls_are_directories_and_others_are_object_stores(tmp_path: Path) -> None:
     for url in (str(tmp_path), f"file://{tmp_path}"):
         opened = open_store(url)
