@@ -76,8 +76,12 @@ def upload_all(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Te
     packed = np.zeros(places[-1], dtype=np.uint8)
     for place, array in zip(places, arrays, strict=False):
         packed[place : place + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    dtypes = [torch.from_numpy(array[:0]).dtype for array in arrays]
+    typed = zip(arrays, dtypes, strict=True)
+    if len(packed) == 0:  # nothing to copy: a step that is recorded may copy nothing, and torch views no empty tensor
+        return [torch.empty(array.shape, dtype=dtype, device=device) for array, dtype in typed]
     there = upload(packed, device)
     return [
-        there[place : place + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for place, array in zip(places, arrays, strict=False)
+        there[place : place + array.nbytes].view(dtype).view(array.shape)
+        for place, array, dtype in zip(places, arrays, dtypes, strict=False)
     ]
