@@ -1,6 +1,6 @@
-"""FP8 KV caches (torch.float8_e4m3fn): the format's limits, the two kinds of scales, and reading them without a kernel.
+"""FP8 numbers (torch.float8_e4m3fn): the format's limits, rows with scales, and the scales of KV caches.
 
-A stored number times its scale is the value. The scale is a float, one for the whole cache, or a float32 tensor
+A stored number times its scale is the value. A cache's scale is a float, one for the whole cache, or a float32 tensor
 [num_blocks, block_size, Hkv] beside the blocks, one for each token and head, which store_kv writes. Other caches have
 the scale 1. Both attention and store_kv check scales here.
 """
@@ -8,6 +8,7 @@ the scale 1. Both attention and store_kv check scales here.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -19,6 +20,34 @@ MIN_SCALE = 2.0**-64
 NEEDED_CAPABILITY = (8, 9)  # of an NVIDIA GPU, for the conversions that Triton compiles
 
 KVScale = float | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Rows as FP8 numbers: the values are codes * scales[:, None]."""
+
+    codes: torch.Tensor  # FP8 [T, n], contiguous
+    scales: torch.Tensor  # float32 [T]
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, rows: slice) -> Fp8Rows:
+        """Some of the rows, in the same memory."""
+        return Fp8Rows(self.codes[rows], self.scales[rows])
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, n]"""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def float(self) -> torch.Tensor:
+        """The values, float32 [T, n]."""
+        return self.codes.float() * self.scales[:, None]
 
 
 def check_scales(key_cache: torch.Tensor, value_cache: torch.Tensor, key_scale: KVScale, value_scale: KVScale) -> None:
@@ -34,13 +63,13 @@ def check_scales(key_cache: torch.Tensor, value_cache: torch.Tensor, key_scale: 
         raise ValueError(refusal)
 
 
-def fp8_refusal(device: torch.device) -> str | None:
-    """Why the device cannot serve FP8 caches, or None if it can."""
+def fp8_refusal(device: torch.device, what: str = "FP8 KV caches") -> str | None:
+    """Why the GPU cannot serve what is in FP8, or None if it can, or is no NVIDIA GPU."""
     capability = _capability(device.index) if device.type == "cuda" and torch.version.cuda else NEEDED_CAPABILITY
     if capability >= NEEDED_CAPABILITY:
         return None
     have, want = (".".join(map(str, version)) for version in (capability, NEEDED_CAPABILITY))
-    return f"{torch.cuda.get_device_name(device)} has compute capability {have}, FP8 KV caches need at least {want}"
+    return f"{torch.cuda.get_device_name(device)} has compute capability {have}, {what} need at least {want}"
 
 
 def widen(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rows of the ops around a layer's products: cache writes, rotation, norm, gate, copies and swaps of blocks."""
+"""Rows of the ops around a layer's products: cache writes, rotation, norm, gate, moves of blocks; FP8 products."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import linear, silu
 from torch.nn.functional import rms_norm as torch_rms_norm
-from torch.nn.functional import silu
 
 from benchmarks.kernels.work import BLOCK_SIZE, Made, Model, Work, random
 from kernels.copy_blocks import copy_blocks
 from kernels.fp8 import FP8, fp8_refusal
-from kernels.gated_activation import gated_activation
-from kernels.rms_norm import rms_norm
+from kernels.fp8_linear import fp8_linear
+from kernels.fp8_rows import quantize_rows
+from kernels.gated_activation import gated_activation, gated_activation_fp8
+from kernels.rms_norm import rms_norm, rms_norm_fp8
 from kernels.rope import HeadNorm, apply_rope_and_store_kv
 from kernels.store_kv import store_kv
 from kernels.swap_blocks import BlockSwaps
@@ -33,6 +35,7 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
         yield _rope(model, count, device, dtype, has_norm=True)
         yield norm_work(model, count, device, dtype)
         yield _gate(model, count, device, dtype)
+    yield from _fp8(model, device, dtype, is_short=is_short)
     num_layers = 32 if is_gpu else 2
     yield _copies(model, num_layers, device, dtype)
     for is_out in (True, False):
@@ -188,3 +191,57 @@ def _swaps(model: Model, num_layers: int, device: torch.device, dtype: torch.dty
     return Work(
         "swap_blocks", f"{way}, {NUM_PAIRS} blocks, {num_layers} layers", num_bytes * (1 if is_gpu else 2), 0, make
     )
+
+
+def _fp8(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: bool) -> Iterator[Work]:
+    is_gpu = device.type == "cuda"
+    if is_gpu and (fp8_refusal(device) is not None or dtype != torch.bfloat16):
+        return
+    for count in (1, 64, 256) if is_gpu else (4,):
+        yield product_work(model.hidden, 2 * model.intermediate, count, device, dtype)
+        if not is_short:
+            yield product_work(model.intermediate, model.hidden, count, device, dtype)
+    for count in (64, 8192) if is_gpu else (32,):
+        yield _norm_fp8(model, count, device, dtype)
+        yield _gate_fp8(model, count, device, dtype)
+        yield _fp8_rows(model, count, device, dtype)
+
+
+def product_work(num_in: int, num_out: int, count: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """Beside the product of what the numbers stand for, in the plain dtype."""
+
+    def make() -> Made:
+        x, weight = (quantize_rows(random(rows, num_in, device=device, dtype=dtype)) for rows in (count, num_out))
+        arguments: dict[str, Any] = {"x": x, "weight": weight, "bias": None, "dtype": dtype}
+        plain = [rows.float().to(dtype) for rows in (x, weight)]
+        return Made(lambda: fp8_linear(**arguments), arguments, {"plain linear": lambda: linear(plain[0], plain[1])})
+
+    num_bytes = num_in * num_out + count * (num_in + num_out * dtype.itemsize)
+    return Work("fp8_linear", f"{count} x {num_in} to {num_out}", num_bytes, 2 * count * num_in * num_out, make)
+
+
+def _norm_fp8(model: Model, count: int, device: torch.device, dtype: torch.dtype) -> Work:
+    def make() -> Made:
+        x, residual = (random(count, model.hidden, device=device, dtype=dtype) for _ in range(2))
+        weight = torch.ones(model.hidden, device=device, dtype=dtype)
+        return Made(lambda: rms_norm_fp8(x.zero_(), weight, 1e-5, residual=residual)[0], {"x": x, "weight": weight})
+
+    num_bytes = count * model.hidden * (4 * dtype.itemsize + 1)
+    return Work("rms_norm", f"{count} tokens, residual, FP8 too", num_bytes, 0, make)
+
+
+def _gate_fp8(model: Model, count: int, device: torch.device, dtype: torch.dtype) -> Work:
+    def make() -> Made:
+        x = random(count, 2 * model.intermediate, device=device, dtype=dtype)
+        return Made(lambda: gated_activation_fp8(x, "silu")[0], {"x": x, "activation": "silu"})
+
+    num_bytes = count * model.intermediate * (3 * dtype.itemsize + 1)
+    return Work("gated_activation", f"{count} tokens, silu, FP8 too", num_bytes, 0, make)
+
+
+def _fp8_rows(model: Model, count: int, device: torch.device, dtype: torch.dtype) -> Work:
+    def make() -> Made:
+        x = random(count, model.hidden, device=device, dtype=dtype)
+        return Made(lambda: quantize_rows(x).scales, {"x": x})
+
+    return Work("fp8_rows", f"{count} tokens", count * model.hidden * (dtype.itemsize + 1), 0, make)

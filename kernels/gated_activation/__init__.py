@@ -1,15 +1,20 @@
-"""The gate of an MLP: activation(gate) * up. `gated_activation` is the only public call."""
+"""The gate of an MLP: activation(gate) * up. `gated_activation`, and `gated_activation_fp8`, which also writes the
+result as FP8 rows.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.devices import runs_triton
+from kernels.fp8 import Fp8Rows
+from kernels.fp8_rows import quantize_rows
 from kernels.gated_activation import cpu, native
 from kernels.lora.expansion import Expansion
 
-__all__ = ["ACTIVATIONS", "gated_activation"]
+__all__ = ["ACTIVATIONS", "gated_activation", "gated_activation_fp8"]
 
+MAX_FP8_WIDTH = 1 << 14  # one program holds both halves of a row
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
@@ -18,19 +23,8 @@ def gated_activation(x: torch.Tensor, activation: str, expansion: Expansion | No
 
     With an expansion, whose y is x, of what x is once it is added. What x holds afterwards means nothing then.
     """
-    if x.dim() != 2 or x.shape[1] % 2:
-        raise ValueError(f"x is {tuple(x.shape)}, want [T, 2 n]")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}, want one of {', '.join(ACTIVATIONS)}")
-    if expansion is not None:
-        if expansion.y is not x:
-            raise ValueError("the expansion is of another tensor than x")
-        if runs_triton(x):
-            from kernels.gated_activation import triton_folded
-
-            if (columns := triton_folded.tile_columns(expansion)) is not None:
-                return triton_folded.gated_activation(expansion, activation, columns)
-        expansion.add()
+    if (folded := _folded(x, activation, expansion)) is not None:
+        return folded
     if runs_triton(x) and x.stride(1) == 1:
         from kernels.gated_activation import triton_kernel
 
@@ -38,3 +32,39 @@ def gated_activation(x: torch.Tensor, activation: str, expansion: Expansion | No
     if native.can_serve(x):
         return native.gated_activation(x, activation)
     return cpu.gated_activation(x, activation)
+
+
+def gated_activation_fp8(
+    x: torch.Tensor, activation: str, expansion: Expansion | None = None
+) -> tuple[torch.Tensor, Fp8Rows]:
+    """gated_activation, and quantize_rows of its result."""
+    if (folded := _folded(x, activation, expansion)) is not None:
+        return folded, quantize_rows(folded)
+    if runs_triton(x) and x.stride(1) == 1 and x.shape[1] // 2 <= MAX_FP8_WIDTH:
+        from kernels.gated_activation import triton_kernel
+
+        return triton_kernel.gated_activation_fp8(x, activation)
+    y = gated_activation(x, activation)
+    return y, quantize_rows(y)
+
+
+def _folded(x: torch.Tensor, activation: str, expansion: Expansion | None) -> torch.Tensor | None:
+    """The result of the launch that adds the expansion, too. None: x has it already, or there is none.
+
+    Raises ValueError for arguments that do not fit each other.
+    """
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ValueError(f"x is {tuple(x.shape)}, want [T, 2 n]")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, want one of {', '.join(ACTIVATIONS)}")
+    if expansion is None:
+        return None
+    if expansion.y is not x:
+        raise ValueError("the expansion is of another tensor than x")
+    if runs_triton(x):
+        from kernels.gated_activation import triton_folded
+
+        if (columns := triton_folded.tile_columns(expansion)) is not None:
+            return triton_folded.gated_activation(expansion, activation, columns)
+    expansion.add()
+    return None

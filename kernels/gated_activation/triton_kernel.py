@@ -1,4 +1,4 @@
-"""gated_activation on the GPU: one read of both halves, one write.
+"""gated_activation on the GPU: one read of both halves, one write. With FP8 rows a program has a whole row.
 
 Multiply and add are never fused, so that triton_folded.py gives the same bits.
 """
@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
+from kernels.fp8 import MIN_SCALE, Fp8Rows
+from kernels.fp8_rows.triton_kernel import empty_rows, num_warps_for, store_row
 
 BLOCK = 1024
 
@@ -45,6 +47,29 @@ def gated_activation_kernel(
     tl.store(y_ptr + token * WIDTH + offs, gated(gate, up, ACTIVATION).to(y_ptr.dtype.element_ty), mask=is_inside)
 
 
+@triton.jit
+def gated_activation_fp8_kernel(
+    y_ptr,  # [T, n], contiguous
+    codes_ptr,  # FP8 [T, n], contiguous
+    scales_ptr,  # float32 [T]
+    x_ptr,  # [T, 2 n]
+    stride_xt,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+):
+    """y as gated_activation_kernel, and its FP8 rows, of y as it is rounded. Grid: (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    is_inside = offs < WIDTH
+    gate = tl.load(x_ptr + token * stride_xt + offs, mask=is_inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + token * stride_xt + WIDTH + offs, mask=is_inside, other=0.0).to(tl.float32)
+    y = gated(gate, up, ACTIVATION).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + token * WIDTH + offs, y, mask=is_inside)
+    store_row(y.to(tl.float32), codes_ptr, scales_ptr, token, offs, WIDTH, MIN_SCALE)
+
+
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See the package."""
     num_tokens, width = x.shape[0], x.shape[1] // 2
@@ -56,3 +81,26 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
         y, x, x.stride(0), WIDTH=width, BLOCK=block, ACTIVATION=activation, enable_fp_fusion=False
     )
     return y
+
+
+def gated_activation_fp8(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, Fp8Rows]:
+    """See the package."""
+    num_tokens, width = x.shape[0], x.shape[1] // 2
+    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    rows = empty_rows(num_tokens, width, x.device)
+    if num_tokens:
+        block = round_up(max(width, 1))
+        gated_activation_fp8_kernel[(num_tokens,)](
+            y,
+            rows.codes,
+            rows.scales,
+            x,
+            x.stride(0),
+            WIDTH=width,
+            BLOCK=block,
+            ACTIVATION=activation,
+            MIN_SCALE=MIN_SCALE,
+            num_warps=num_warps_for(block),
+            enable_fp_fusion=False,
+        )
+    return y, rows

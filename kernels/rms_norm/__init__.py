@@ -1,14 +1,18 @@
-"""RMS norm (Zhang and Sennrich, 2019), with the residual's sum if wanted. `rms_norm` is the only public call."""
+"""RMS norm (Zhang and Sennrich, 2019), with the residual's sum if wanted: `rms_norm`, and `rms_norm_fp8`, which also
+writes the result as FP8 rows.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.devices import runs_triton
+from kernels.fp8 import Fp8Rows
+from kernels.fp8_rows import quantize_rows
 from kernels.lora.expansion import Expansion
 from kernels.rms_norm import cpu, native
 
-__all__ = ["rms_norm"]
+__all__ = ["rms_norm", "rms_norm_fp8"]
 
 MAX_TRITON_HIDDEN = 1 << 15  # one program holds a row
 
@@ -27,26 +31,68 @@ def rms_norm(
     A residual [T, H] of x's dtype takes the sum residual + x in place, and the result is the norm of that sum. With an
     expansion, whose y is x, it is added to x first.
     """
-    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
-        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [T, H] and [H]")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, want {x.dtype} {tuple(x.shape)}")
-    tensors = [x, weight] if residual is None else [x, weight, residual]
-    is_dense = all(tensor.stride(-1) == 1 for tensor in tensors)
-    is_one_launch = runs_triton(x) and is_dense and x.shape[1] <= MAX_TRITON_HIDDEN
-    if expansion is not None:
-        if expansion.y is not x:
-            raise ValueError("the expansion is of another tensor than x")
-        if is_one_launch and residual is not None:
-            from kernels.rms_norm import triton_folded
-
-            if (columns := triton_folded.tile_columns(expansion)) is not None:
-                return triton_folded.rms_norm(expansion, weight, eps, residual, weight_offset, columns)
-        expansion.add()
-    if is_one_launch:
+    if (folded := _folded(x, weight, eps, residual, weight_offset, expansion)) is not None:
+        return folded
+    if _is_one_launch(x, weight, residual):
         from kernels.rms_norm import triton_kernel
 
         return triton_kernel.rms_norm(x, weight, eps, residual, weight_offset)
     if native.can_serve(x, weight, residual):
         return native.rms_norm(x, weight, eps, residual, weight_offset)
     return cpu.rms_norm(x, weight, eps, residual, weight_offset)
+
+
+def rms_norm_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    expansion: Expansion | None = None,
+) -> tuple[torch.Tensor, Fp8Rows]:
+    """rms_norm, and quantize_rows of its result."""
+    if (folded := _folded(x, weight, eps, residual, weight_offset, expansion)) is not None:
+        return folded, quantize_rows(folded)
+    if _is_one_launch(x, weight, residual):
+        from kernels.rms_norm import triton_kernel
+
+        return triton_kernel.rms_norm_fp8(x, weight, eps, residual, weight_offset)
+    y = rms_norm(x, weight, eps, residual=residual, weight_offset=weight_offset)
+    return y, quantize_rows(y)
+
+
+def _folded(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    weight_offset: float,
+    expansion: Expansion | None,
+) -> torch.Tensor | None:
+    """The result of the launch that adds the expansion, too. None: x has it already, or there is none.
+
+    Raises ValueError for arguments that do not fit each other.
+    """
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
+        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [T, H] and [H]")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, want {x.dtype} {tuple(x.shape)}")
+    if expansion is None:
+        return None
+    if expansion.y is not x:
+        raise ValueError("the expansion is of another tensor than x")
+    if residual is not None and _is_one_launch(x, weight, residual):
+        from kernels.rms_norm import triton_folded
+
+        if (columns := triton_folded.tile_columns(expansion)) is not None:
+            return triton_folded.rms_norm(expansion, weight, eps, residual, weight_offset, columns)
+    expansion.add()
+    return None
+
+
+def _is_one_launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    """Whether the GPU's kernel serves these."""
+    tensors = [x, weight] if residual is None else [x, weight, residual]
+    is_dense = all(tensor.stride(-1) == 1 for tensor in tensors)
+    return runs_triton(x) and is_dense and x.shape[1] <= MAX_TRITON_HIDDEN

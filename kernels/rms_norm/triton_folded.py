@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import round_up
+from kernels.fp8_rows.triton_kernel import num_warps_for
 from kernels.lora.expansion import MOST_TOKENS, Expansion
 from kernels.lora.segments import MIN_BLOCK_TOKENS
 from kernels.lora.triton_expand import expand_arguments, expanded
-from kernels.rms_norm.triton_kernel import norm_row, num_warps_for
+from kernels.rms_norm.triton_kernel import norm_row
 
 
 @triton.jit(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import round_up
+from kernels.fp8 import MIN_SCALE, Fp8Rows
+from kernels.fp8_rows.triton_kernel import empty_rows, num_warps_for, store_row
 
 
 @triton.jit
@@ -27,7 +29,7 @@ def norm_row(
     BLOCK_H: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """The norm of one row. The order of its sum follows BLOCK_H and the program's warps."""
+    """The norm of one row, as it is written. The order of its sum follows BLOCK_H and the program's warps."""
     offs = tl.arange(0, BLOCK_H)
     is_inside = offs < HIDDEN
     x = tl.load(x_ptr + token * stride_xt + offs, mask=is_inside, other=0.0).to(tl.float32)
@@ -39,7 +41,9 @@ def norm_row(
         x = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
     weight = tl.load(weight_ptr + offs, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
-    tl.store(y_ptr + token * HIDDEN + offs, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=is_inside)
+    y = (x * scale * weight).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + token * HIDDEN + offs, y, mask=is_inside)
+    return y
 
 
 @triton.jit
@@ -49,6 +53,8 @@ def rms_norm_kernel(
     x_ptr,  # [T, H]
     residual_ptr,  # [T, H], read and written if HAS_RESIDUAL
     weight_ptr,  # [H]
+    codes_ptr,  # FP8 [T, H], contiguous, written if HAS_CODES
+    scales_ptr,  # float32 [T], written if HAS_CODES
     # numbers
     eps,
     weight_offset,
@@ -59,23 +65,42 @@ def rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_CODES: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
 ):
-    """See the reference. Grid: (T,). Sums are float32."""
-    norm_row(
-        tl.program_id(0).to(tl.int64), y_ptr, x_ptr, residual_ptr, weight_ptr, eps, weight_offset, stride_xt, stride_rt,
+    """See the reference. Grid: (T,). Sums are float32. Codes are of the norm as it is rounded."""
+    token = tl.program_id(0).to(tl.int64)
+    y = norm_row(
+        token, y_ptr, x_ptr, residual_ptr, weight_ptr, eps, weight_offset, stride_xt, stride_rt,
         HIDDEN, BLOCK_H, HAS_RESIDUAL,
     )  # fmt: skip
-
-
-def num_warps_for(block: int) -> int:
-    """Warps that hold a row padded to `block` values, 16 in each thread."""
-    return min(max(block // 512, 1), 16)
+    if HAS_CODES:
+        store_row(y.to(tl.float32), codes_ptr, scales_ptr, token, tl.arange(0, BLOCK_H), HIDDEN, MIN_SCALE)
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
 ) -> torch.Tensor:
     """See the package."""
+    return _launch(x, weight, eps, residual, weight_offset, None)
+
+
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
+) -> tuple[torch.Tensor, Fp8Rows]:
+    """See the package."""
+    rows = empty_rows(x.shape[0], x.shape[1], x.device)
+    return _launch(x, weight, eps, residual, weight_offset, rows), rows
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    weight_offset: float,
+    rows: Fp8Rows | None,
+) -> torch.Tensor:
     num_tokens, hidden = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_tokens == 0:
@@ -86,6 +111,8 @@ def rms_norm(
         x,
         y if residual is None else residual,
         weight,
+        y if rows is None else rows.codes,
+        y if rows is None else rows.scales,
         eps,
         weight_offset,
         x.stride(0),
@@ -93,6 +120,8 @@ def rms_norm(
         HIDDEN=hidden,
         BLOCK_H=block,
         HAS_RESIDUAL=residual is not None,
+        HAS_CODES=rows is not None,
+        MIN_SCALE=MIN_SCALE,
         num_warps=num_warps_for(block),
         enable_fp_fusion=False,
     )

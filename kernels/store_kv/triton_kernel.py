@@ -12,14 +12,9 @@ import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
 from kernels.fp8 import FP8, MIN_SCALE, KVScale
+from kernels.fp8_rows.triton_kernel import saturate, scaled_row
 
 MAX_CHUNK = 2048
-
-
-@triton.jit
-def _saturate(values):
-    """float32 within the range of float8e4nv; NaN stays, so that it shows."""
-    return tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -44,7 +39,7 @@ def _store_one(
     source = token.to(tl.int64) * stride_token + heads.to(tl.int64) * stride_head + dims.to(tl.int64) * stride_dim
     values = tl.load(tokens_ptr + source, mask=is_inside)
     if IS_FP8:
-        values = _saturate(values.to(tl.float32) * inverse_scale)
+        values = saturate(values.to(tl.float32) * inverse_scale)
     # The caches are contiguous: position p, in block p // block_size, begins at p * NUM_HEADS * DIM.
     target = kv_position * (NUM_HEADS * DIM) + offs
     tl.store(cache_ptr + target, values.to(cache_ptr.dtype.element_ty), mask=is_inside)
@@ -105,8 +100,7 @@ def _store_head(
     """Choose the head's scale and store both."""
     offs = tl.arange(0, BLOCK_D)
     values = tl.load(tokens_ptr + offs.to(tl.int64) * stride_dim, mask=offs < DIM, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 0) * (1 / 448), MIN_SCALE)
-    codes = _saturate(values * tl.div_rn(1.0, scale))
+    scale, codes = scaled_row(values, MIN_SCALE)
     tl.store(scale_ptr + place, scale)
     tl.store(cache_ptr + place * DIM + offs, codes.to(cache_ptr.dtype.element_ty), mask=offs < DIM)
 

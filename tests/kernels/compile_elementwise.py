@@ -1,4 +1,6 @@
-"""Compiles the kernels of norm, gate and rotation for an H200, which needs no GPU. Prints a line of JSON for each.
+"""Compiles the kernels of norm, gate, rotation and FP8 rows for an H200, which needs no GPU.
+
+Prints a line of JSON for each.
 
 Run by its test in a process of its own, since triton either interprets or compiles.
 """
@@ -12,8 +14,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kernels.gated_activation.triton_kernel import BLOCK, gated_activation_kernel
-from kernels.rms_norm.triton_kernel import num_warps_for, rms_norm_kernel
+from kernels.fp8 import MIN_SCALE
+from kernels.fp8_rows.triton_kernel import num_warps_for, quantize_rows_kernel
+from kernels.gated_activation.triton_kernel import BLOCK, gated_activation_fp8_kernel, gated_activation_kernel
+from kernels.rms_norm.triton_kernel import rms_norm_kernel
 from kernels.rope.triton_kernel import BLOCK_HEADS, rope_kernel
 from kernels.row_state.triton_kernel import BLOCK as ROWS
 from kernels.row_state.triton_kernel import decode_inputs_kernel, store_tokens_kernel
@@ -30,6 +34,7 @@ def compile_kernel(kernel: Any, constants: Mapping[str, Any], kinds: Mapping[str
     figures = {
         "kernel": kernel.__name__,
         "num_vectors": sum(text.count(width) for width in (".v4.b32", ".v2.b32", ".v2.b64")),
+        "num_fp8_casts": text.count("e4m3x2.f32"),
         "stack_bytes": stack_bytes(compiled),
     }
     print(json.dumps(figures))
@@ -57,10 +62,22 @@ def compile_rope(dim: int, rotary_dim: int, *, has_norm: bool, has_positions: bo
     compile_kernel(rope_kernel, constants, kinds | {"eps": "fp32", "weight_offset": "fp32"}, 1)
 
 
-def compile_norm(hidden: int, *, has_residual: bool) -> None:
+FP8_ROWS = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+
+
+def compile_norm(hidden: int, *, has_residual: bool, has_codes: bool) -> None:
     constants = {"HIDDEN": hidden, "BLOCK_H": triton.next_power_of_2(hidden), "HAS_RESIDUAL": has_residual}
-    kinds = {"eps": "fp32", "weight_offset": "fp32"}
+    constants |= {"HAS_CODES": has_codes, "MIN_SCALE": MIN_SCALE}
+    kinds = {"eps": "fp32", "weight_offset": "fp32", **FP8_ROWS}
     compile_kernel(rms_norm_kernel, constants, kinds, num_warps_for(constants["BLOCK_H"]))
+
+
+def compile_fp8_rows(width: int) -> None:
+    """The rows alone, and those of a gate."""
+    block = triton.next_power_of_2(width)
+    constants = {"WIDTH": width, "BLOCK": block, "MIN_SCALE": MIN_SCALE}
+    compile_kernel(quantize_rows_kernel, constants, FP8_ROWS, num_warps_for(block))
+    compile_kernel(gated_activation_fp8_kernel, constants | {"ACTIVATION": "silu"}, FP8_ROWS, num_warps_for(block))
 
 
 def compile_token_rows() -> None:
@@ -85,7 +102,9 @@ if __name__ == "__main__":
     compile_row_state()
     compile_rope(128, 128, has_norm=False, has_positions=True)
     compile_rope(80, 32, has_norm=True, has_positions=False)
-    compile_norm(4096, has_residual=True)
+    compile_norm(4096, has_residual=True, has_codes=False)
+    compile_norm(4096, has_residual=True, has_codes=True)
+    compile_fp8_rows(14336)
     compile_kernel(gated_activation_kernel, {"WIDTH": 14336, "BLOCK": BLOCK, "ACTIVATION": "silu"}, {}, 4)
     tables = {"caches_ptr": "*i64", "pairs_ptr": "*i64"}
     constants = {"WORD": tl.int64, "CHUNK": CHUNK, "PAIRED": True}

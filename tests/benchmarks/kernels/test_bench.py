@@ -21,6 +21,8 @@ OPS = {
     "rope_and_store_kv",
     "rms_norm",
     "gated_activation",
+    "fp8_linear",
+    "fp8_rows",
     "copy_blocks",
     "swap_blocks",
     "paged_attention",

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import fp8_rows
 from kernels import gated_activation as package
 from kernels.cases import to_device
-from kernels.gated_activation import ACTIVATIONS, gated_activation, triton_folded
+from kernels.fp8_rows import reference
+from kernels.gated_activation import ACTIVATIONS, gated_activation, gated_activation_fp8, triton_folded
 from kernels.lora import ops
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.lora.expansion import Expansion
@@ -95,8 +97,23 @@ def test_other_modules_are_expanded_first(widths: tuple[int, ...], device: torch
 
 def test_an_expansion_of_another_tensor_is_refused(device: torch.device) -> None:
     expansion = of_gate((32, 32), torch.float32, device, has_vectors=False)
-    with pytest.raises(ValueError, match="the expansion is of another tensor than x"):
-        gated_activation(expansion.y.clone(), "silu", expansion)
+    for gate in (gated_activation, gated_activation_fp8):
+        with pytest.raises(ValueError, match="the expansion is of another tensor than x"):
+            gate(expansion.y.clone(), "silu", expansion)
+
+
+@pytest.mark.parametrize("widths", [(32, 32), (32, 64)], ids=["in one launch", "expanded first"])
+def test_fp8_rows_are_those_of_the_result(
+    widths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (package, fp8_rows, ops):
+        monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
+    one, other = (of_gate(widths, torch.bfloat16, device, has_vectors=False) for _ in range(2))
+    y = gated_activation(one.y, "silu", one)
+    same, rows = gated_activation_fp8(other.y, "silu", other)
+    expected = reference.quantize_rows(y.cpu())
+    assert torch.equal(same, y) and torch.equal(rows.scales.cpu(), expected.scales)
+    assert torch.equal(rows.codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
 
 
 def test_blocks_of_many_tokens(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,14 @@ import json
 import re
 from typing import Any
 
+from kernels.fp8 import MIN_SCALE
+from kernels.fp8_rows.triton_kernel import num_warps_for
 from kernels.gated_activation import triton_folded as gate
 from kernels.lora import triton_embedding, triton_expand, triton_segments, triton_shrink
 from kernels.lora.launch import ShrinkLaunch
 from kernels.lora.segments import COUNTS
 from kernels.rms_norm import triton_folded as norm
-from kernels.rms_norm.triton_kernel import num_warps_for, rms_norm_kernel
+from kernels.rms_norm.triton_kernel import rms_norm_kernel
 from kernels.rope import triton_folded as rope
 from kernels.rope.triton_kernel import BLOCK_HEADS
 from tests.kernels.compiling import compile_for_h200, stack_bytes
@@ -89,7 +91,7 @@ def compile_folded() -> None:
     rows = {"HIDDEN": 4096, "BLOCK_H": 4096, "BLOCK_T": 16, "BLOCK_N": 1024} | EXPANDED | PAGES
     warps = num_warps_for(4096)
     compile_kernel(norm.norm_expand_kernel, "bf16", rows, num_stages=1, is_fused=False, num_warps=warps)
-    alone = {"HIDDEN": 4096, "BLOCK_H": 4096, "HAS_RESIDUAL": True}
+    alone = {"HIDDEN": 4096, "BLOCK_H": 4096, "HAS_RESIDUAL": True, "HAS_CODES": False, "MIN_SCALE": MIN_SCALE}
     compile_kernel(rms_norm_kernel, "bf16", alone, num_stages=1, is_fused=False, num_warps=warps)
 
 

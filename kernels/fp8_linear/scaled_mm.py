@@ -1,0 +1,23 @@
+"""fp8_linear by torch._scaled_mm: cuBLAS or CUTLASS, whichever torch chooses for scales of rows.
+
+Needs a GPU of compute capability 8.9 or more, bfloat16 results, and sizes of the weight that are multiples of 16. Sums
+keep float32's precision: `use_fast_accum` stays off.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.fp8 import Fp8Rows
+
+
+def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """See the package."""
+    return torch._scaled_mm(
+        x.codes,
+        weight.codes.T,  # by columns, as both libraries want it
+        scale_a=x.scales[:, None],
+        scale_b=weight.scales[None, :],
+        bias=bias,
+        out_dtype=dtype,
+    )
