@@ -12,6 +12,9 @@ from pathlib import Path
 
 _WINDOWS = 64
 _WINDOW_BYTES = 4096
+# How the linears of a base model are held while it is served: --quantization of the control plane and of all workers.
+NOT_QUANTIZED, FP8_WEIGHTS = "none", "fp8"
+QUANTIZATIONS = (NOT_QUANTIZED, FP8_WEIGHTS)
 # Keys of config.json that do not change what the model computes.
 _VOLATILE_KEYS = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
@@ -41,3 +44,13 @@ def checkpoint_fingerprint(model_dir: Path) -> str:
                 file.seek(start)
                 digest.update(file.read(_WINDOW_BYTES))
     return digest.hexdigest()
+
+
+def served_fingerprint(checkpoint: str, quantization: str) -> str:
+    """Names what computes the tokens: the checkpoint's fingerprint, or another one if its weights are quantised.
+
+    Adapters belong to the checkpoint, whichever way it is held.
+    """
+    if quantization == NOT_QUANTIZED:
+        return checkpoint
+    return hashlib.sha256(f"{checkpoint} {quantization}".encode()).hexdigest()

@@ -79,9 +79,14 @@ def page_widths(in_features: int, out_features: int, *, is_embedding: bool, is_h
     """
     if is_embedding:
         return (out_features,)
-    if is_head or out_features <= in_features * _NARROW_OUT:
+    if is_head or is_narrow(in_features, out_features):
         return (in_features,)
     return (in_features, out_features)
+
+
+def is_narrow(in_features: int, out_features: int) -> bool:
+    """Whether a module's output is narrow beside its input, such as a router's."""
+    return out_features <= in_features * _NARROW_OUT
 
 
 def chunk_name(layer: int | None) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from motet.command_line import byte_size
 
+from contract.fingerprint import NOT_QUANTIZED, QUANTIZATIONS
 from contract.model_dir import why_no_checkpoint
 from contract.packed_layout import ITEMSIZE
 from contract.process_log import LOG_FORMATS, LOG_LEVELS, settings_line, shown_value
@@ -118,6 +119,11 @@ class ServerConfig:
         "auto",
         shown_default="auto, the checkpoint's",
         choices=DTYPES,
+    )
+    quantization: str = setting(
+        "how workers hold the weights of the linears: none, as --dtype, or fp8; the same on every worker",
+        NOT_QUANTIZED,
+        choices=QUANTIZATIONS,
     )
     max_model_len: int | None = setting("longest context", None, unit="tokens", shown_default="the model's", lowest=2)
     # Bounds of those from here to the slow reader's timeout are in FleetSettings, where they are explained.

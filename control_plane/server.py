@@ -26,6 +26,7 @@ from motet.command_line import WRONG_COMMAND_LINE, Parser
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, pooling_pb2_grpc, status_pb2_grpc
 from motet.v1.status import LimitStatus
 
+from contract.fingerprint import NOT_QUANTIZED
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import control_plane_ready
 from contract.redaction import redacted
@@ -198,7 +199,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         idempotency=IdempotencyCache(),
         audit=audit,
     )
-    facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint)
+    facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.served_fingerprint)
     texts = adapter_texts(codec, weights, stack)
     parts: Any = {"texts": texts, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
     parts |= {"observers": metrics.requests, "model": facts, "served": reports}
@@ -308,7 +309,7 @@ def _status_service(
     return status.StatusService(
         model=status.ModelIdentity(
             base_model.name,
-            base_model.fingerprint,
+            base_model.served_fingerprint,
             base_model.vocab_size,
             base_model.dtype,
         ),
@@ -327,12 +328,15 @@ def _status_service(
 
 async def _read_base_model(config: ServerConfig) -> BaseModel:
     logger.info("reading checkpoint", extra=shown(f"Motet {__version__} serves {config.model_dir.resolve()}"))
-    base_model = await asyncio.to_thread(BaseModel.load, config.model_dir, config.dtype, config.max_model_len)
+    base_model = await asyncio.to_thread(
+        BaseModel.load, config.model_dir, config.dtype, config.max_model_len, config.quantization
+    )
     num_layers, length = base_model.num_layers, base_model.max_model_len
     facts = [
         str(base_model.config.get("model_type")),
         *([f"{num_layers} layers"] if num_layers else []),
         base_model.dtype,
+        *([f"weights in {base_model.quantization}"] if base_model.quantization != NOT_QUANTIZED else []),
         "context as the workers compute it" if length is None else f"context {length} tokens",
     ]
     logger.info(

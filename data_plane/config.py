@@ -16,6 +16,7 @@ from pathlib import Path
 from motet.command_line import byte_size
 from motet.tls import TlsError, TlsFiles, tls_files
 
+from contract.fingerprint import NOT_QUANTIZED, QUANTIZATIONS
 from contract.hello_bounds import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS, MAX_SLOTS, MAX_STEP_TOKENS
 from contract.ids import WORKER_ID_FORM, is_worker_id
 from contract.packed_layout import ITEMSIZE
@@ -74,6 +75,11 @@ class WorkerConfig:
         "auto",
         shown_default="auto, the checkpoint's",
         choices=("auto", *ITEMSIZE),
+    )
+    quantization: str = setting(
+        "weights of the linears: none, as --dtype, or fp8 (float8_e4m3fn), the same on every worker",
+        NOT_QUANTIZED,
+        choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = setting(
         "auto, fp8 (float8_e4m3fn) or fp8_per_token_head (with scales of its own)",

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.expert_names import of_expert
+from contract.fingerprint import NOT_QUANTIZED
 from contract.v1.sampling import SamplingValues
 
 Int32Array = npt.NDArray[np.int32]
@@ -233,6 +234,7 @@ class Capacities:
     hidden_width: int = 0  # of the last hidden state, which rows with `pooling` return; 0: it takes no such rows
     max_adapter_model_len: int = 0  # tokens, of adapters that rotate by tables of their own; 0: max_model_len
     memory: MemoryUse = MemoryUse()  # for people
+    quantization: str = NOT_QUANTIZED  # of contract.fingerprint
 
     @property
     def longest_row(self) -> int:

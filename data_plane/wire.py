@@ -122,6 +122,7 @@ def encode_hello(capacities: Capacities, worker_id: str, last_epoch: int = 0) ->
             worker_id=worker_id,
             model_fingerprint=capacities.model_fingerprint,
             dtype=capacities.dtype,
+            quantization=capacities.quantization,
             device=capacities.device,
             num_blocks=capacities.num_blocks,
             block_size=capacities.block_size,

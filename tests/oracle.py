@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +34,19 @@ class GreedyCompletion:
 class Oracle:
     """One checkpoint with some adapters; the adapter "" is the base model. Logits and beams are computed once."""
 
-    def __init__(self, checkpoint: Path, adapters: Mapping[str, Path]) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        adapters: Mapping[str, Path],
+        *,
+        prepare: Callable[[torch.nn.Module], None] = lambda _: None,
+    ) -> None:
+        """`prepare` changes the base model before adapters wrap it."""
         self._adapters = adapters
         self._logits: dict[tuple[object, ...], torch.Tensor] = {}
         self._beams: dict[tuple[object, ...], list[Hypothesis]] = {}
         base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+        prepare(base)
         self._model: torch.nn.Module = base
         for name, directory in adapters.items():
             if isinstance(self._model, PeftModel):

@@ -33,6 +33,7 @@ from data_plane.engine.native_check import check_recorded
 from data_plane.engine.warm_up import warm_up
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import PagedAttention, detach
+from data_plane.models.fp8.refusals import check_device
 from data_plane.models.limits import model_length
 from data_plane.models.load_progress import logging_progress
 from data_plane.models.loader import LoadedModel, ReadWeights, load_model
@@ -61,6 +62,7 @@ def build_engine(
     """
     torch.set_num_threads(config.num_threads)
     device = _device(config.device)
+    check_device(config.quantization, device)
     check_graphs(config, device.type)
     _set_up_native_code(config, device)
     try:
@@ -159,6 +161,7 @@ class Assembly:
         capacities = Capacities(
             model_fingerprint=self.fingerprint,
             dtype=str(loaded.dtype).removeprefix("torch."),
+            quantization=config.quantization,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -313,6 +316,7 @@ def _load(config: WorkerConfig, device: torch.device, read_weights: ReadWeights 
             max_model_len=config.max_model_len,
             max_adapter_model_len=config.max_adapter_model_len,
             kv_tokens=kv_tokens,
+            quantization=config.quantization,
             read_weights=read_weights,
         )
     time_s = time.perf_counter() - started_s

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from data_plane.layers.fp8.activations import Fp8Activations
 from data_plane.layers.lora_linear import LoraLinear, product_of
-from kernels.gated_activation import gated_activation
+from kernels.gated_activation import gated_activation, gated_activation_fp8
 from kernels.lora.expansion import Expansion
 
 
@@ -18,6 +19,7 @@ class GatedMlp(nn.Module):
         self.gate_up = gate_up
         self.down_proj = down_proj
         self.activation = activation  # of kernels.gated_activation
+        self.fp8: Fp8Activations | None = None  # keeps the FP8 form of down_proj's input
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] for hidden_states [..., hidden]."""
@@ -30,5 +32,13 @@ class GatedMlp(nn.Module):
         """See LoraLinear.product."""
         both, expansion = self.gate_up.product(hidden_states)
         rows = both.view(-1, both.shape[-1]) if expansion is None else expansion.y
-        active = gated_activation(rows, self.activation, expansion)
-        return product_of(self.down_proj, active.view(*both.shape[:-1], -1))
+        if self.fp8 is None:
+            active = gated_activation(rows, self.activation, expansion)
+            return product_of(self.down_proj, active.view(*both.shape[:-1], -1))
+        active, codes = gated_activation_fp8(rows, self.activation, expansion)
+        active = active.view(*both.shape[:-1], -1)
+        self.fp8.keep(self, active, codes)
+        try:
+            return product_of(self.down_proj, active)
+        finally:
+            self.fp8.forget()

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from data_plane.layers.context import StepContext
+from data_plane.layers.fp8.activations import Fp8Activations
+from data_plane.layers.fp8.weight import Fp8Weight
 from data_plane.layers.packed_weight import PackedWeight, pack, share
 from data_plane.plan import TargetKind, TargetModule
+from kernels.fp8 import Fp8Rows
 from kernels.lora.expansion import Expansion
 
 
@@ -39,7 +42,7 @@ class LoraLinear(nn.Linear):
         self.out_features = sum(linear.out_features for linear in linears)
         self.out_splits = [linear.out_features for linear in linears]
         self.weight = linears[0].weight if len(linears) == 1 else _joined([linear.weight for linear in linears])
-        self.packed: PackedWeight | None = None  # instead of the weight
+        self.packed: PackedWeight | Fp8Weight | None = None  # instead of the weight
         self.register_parameter("bias", _bias(linears))
         self.targets = [
             TargetModule(name, kind, linear.in_features, linear.out_features)
@@ -89,10 +92,10 @@ class LoraLinear(nn.Linear):
             lora.apply_group(self.target_names, x, y)
         return output, None
 
-    def target_weight(self, index: int) -> torch.Tensor:
-        """[out, in] of one of the linears; a copy where the weight is packed."""
-        weight = self.weight if self.packed is None else self.packed.unpack()
-        return torch.split(weight.detach(), self.out_splits)[index]
+    def target_weight(self, index: int) -> torch.Tensor | Fp8Rows:
+        """[out, in] of one of the linears; a copy where the weight is packed for a CPU."""
+        begin = sum(self.out_splits[:index])
+        return self._whole_weight()[begin : begin + self.out_splits[index]]
 
     def target_bias(self, index: int) -> torch.Tensor | None:
         """[out] of one of the linears, or None; zeros for a linear without a bias if another one has a bias."""
@@ -104,9 +107,21 @@ class LoraLinear(nn.Linear):
         if self.packed is not None:
             self.weight = nn.Parameter(torch.empty_like(self.weight, device="meta"), requires_grad=False)
 
+    def quantize_weight(self, activations: Fp8Activations) -> None:
+        """Keep the weight in FP8. The inputs' FP8 form comes from `activations`."""
+        weight = self._whole_weight()
+        assert isinstance(weight, torch.Tensor), "a weight is quantised once"
+        self.packed = Fp8Weight(weight, activations)
+        self.weight = nn.Parameter(torch.empty_like(self.weight, device="meta"), requires_grad=False)
+
     def share_weight(self) -> None:
         """Keep the weight, which another module uses too, and multiply with it in the way that is fastest here."""
         self.packed = share(self.weight)
+
+    def _whole_weight(self) -> torch.Tensor | Fp8Rows:
+        if isinstance(self.packed, Fp8Weight):
+            return self.packed.rows
+        return self.weight.detach() if self.packed is None else self.packed.unpack().detach()
 
 
 def product_of(linear: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, Expansion | None]:

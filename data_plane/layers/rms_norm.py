@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from data_plane.layers.fp8.activations import Fp8Activations
 from kernels.lora.expansion import Expansion
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import rms_norm, rms_norm_fp8
 
 
 class RmsNorm(nn.Module):
@@ -21,6 +24,7 @@ class RmsNorm(nn.Module):
         self.weight = weight  # [n]
         self.eps = eps
         self.weight_offset = weight_offset  # 1 for Gemma
+        self.fp8: Fp8Activations | None = None  # keeps the FP8 form of the norm, for the linears behind it
         self._ready: tuple[torch.Tensor, torch.Tensor] | None = None  # a stream and its norm
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -28,7 +32,7 @@ class RmsNorm(nn.Module):
         ready, self._ready = self._ready, None
         if ready is not None and ready[0] is hidden_states:
             return ready[1]
-        return self.of_rows(hidden_states.reshape(-1, hidden_states.shape[-1])).view(hidden_states.shape)
+        return self._norm(hidden_states.reshape(-1, hidden_states.shape[-1]), hidden_states.shape)
 
     def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """The norm of rows [T, n], which may be a column slice."""
@@ -39,10 +43,7 @@ class RmsNorm(nn.Module):
         width = stream.shape[-1]
         rows = stream.view(-1, width)
         added = x.reshape(-1, width) if expansion is None else expansion.y
-        normed = rms_norm(
-            added, self.weight, self.eps, residual=rows, weight_offset=self.weight_offset, expansion=expansion
-        )
-        return normed.view(stream.shape)
+        return self._norm(added, stream.shape, residual=rows, expansion=expansion)
 
     def prepare(self, stream: torch.Tensor, x: torch.Tensor, expansion: Expansion | None = None) -> None:
         """Compute add_to, and keep its result for the forward pass of `stream`."""
@@ -51,3 +52,13 @@ class RmsNorm(nn.Module):
     def keep(self, stream: torch.Tensor, normed: torch.Tensor) -> None:
         """Let the forward pass of `stream` return `normed`, its norm."""
         self._ready = (stream, normed)
+
+    def _norm(self, x: torch.Tensor, shape: torch.Size, **added: Any) -> torch.Tensor:
+        """The norm of rows x [T, n] in this shape. added: residual and expansion of kernels.rms_norm."""
+        added |= {"weight_offset": self.weight_offset}
+        if self.fp8 is None:
+            return rms_norm(x, self.weight, self.eps, **added).view(shape)
+        rows, codes = rms_norm_fp8(x, self.weight, self.eps, **added)
+        normed = rows.view(shape)
+        self.fp8.keep(self, normed, codes)
+        return normed

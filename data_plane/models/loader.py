@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from contract.context_length import LENGTH_KEYS
 from contract.expert_names import of_all
+from contract.fingerprint import FP8_WEIGHTS, NOT_QUANTIZED
 from contract.packed_layout import ITEMSIZE
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import ATTENTION_NAME
@@ -26,14 +27,17 @@ from data_plane.layers.lora_linear import LoraLinear, replace_linears, replace_m
 from data_plane.layers.lora_router import LoraRouter
 from data_plane.layers.packed_weight import NativeWeight, SharedWeight
 from data_plane.layers.transposed_linear import replace_transposed
+from data_plane.models.fp8.linears import quantize_linears
+from data_plane.models.fp8.refusals import check_dtype
 from data_plane.models.fusion import fuse_model
 from data_plane.models.limits import context_limit
 from data_plane.models.mixtures.adapters import add_adapters
 from data_plane.models.model_probe import ModelProbe, probe_model, watching_hidden
-from data_plane.models.probe import PROBE_NAME, Recorder, register_probe
+from data_plane.models.probe import NUM_TOKENS, PROBE_NAME, Recorder, register_probe, run_probe
 from data_plane.models.slot_rotary import SlotRotary, replace_rotary, rotary_of
 from data_plane.models.stacking import StackedLayers, stack_layers
 from data_plane.plan import TargetKind, TargetModule
+from kernels.fp8 import Fp8Rows
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +136,7 @@ class ModelWeights:
             module.targets[0].name: module for module in model.modules() if isinstance(module, LoraEmbedding)
         }
 
-    def weight(self, target_name: str) -> torch.Tensor:
+    def weight(self, target_name: str) -> torch.Tensor | Fp8Rows:
         """See BaseWeights."""
         if target_name in self._embeddings:
             return self._embeddings[target_name].weight.detach().T
@@ -162,6 +166,7 @@ def load_model(
     max_model_len: int | None = None,
     max_adapter_model_len: int | None = None,
     kv_tokens: int | None = None,
+    quantization: str = NOT_QUANTIZED,
     read_weights: ReadWeights | None = None,
 ) -> LoadedModel:
     """The checkpoint in `model_dir`, ready for its KV cache. Raises ConfigError, UnsupportedModel among them.
@@ -179,6 +184,7 @@ def load_model(
     length = min((n for n in (limit, max_model_len, kv_tokens) if n is not None), default=_UNNAMED_LENGTH)
     served_length = max(length, max_adapter_model_len or 0)
     torch_dtype = resolve_dtype(config, dtype)
+    check_dtype(quantization, torch_dtype, device)
     if device.type == "cpu" and torch_dtype == torch.bfloat16 and not _has_bfloat16():
         _warn_of_emulation()
     if getattr(config.get_text_config(), "alibi", False):
@@ -212,8 +218,8 @@ def load_model(
         )
     context = StepContext()
     fused = fuse_model(model, probe, context, length)
+    _replace_linears(model, fused, context, quantization)
     model.set_attn_implementation(ATTENTION_NAME)
-    replace_linears(model, fused.linear_names, context)
     if device.type == "cpu":
         _leave_files(model)
     add_adapters(model, fused.router_names, fused.expert_names, context)
@@ -241,6 +247,13 @@ def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
         raise ConfigError(f"config.json: dtype {own} is not served; set --dtype float32, bfloat16 or float16")
     assert isinstance(own, torch.dtype)
     return own
+
+
+def _replace_linears(model: PreTrainedModel, probe: ModelProbe, context: StepContext, quantization: str) -> None:
+    """Let adapters add to the linears that are transformers' own, and quantise all. Attention must be the probe's."""
+    replace_linears(model, probe.linear_names, context)
+    if quantization == FP8_WEIGHTS:
+        quantize_linears(model, lambda: run_probe(model, torch.arange(NUM_TOKENS)))
 
 
 def _replace_head(model: PreTrainedModel, probe: ModelProbe, context: StepContext) -> None:

@@ -85,6 +85,7 @@ class FakeBaseModel:
     fingerprint: str = FINGERPRINT
     dtype: str = "float32"
     vocab_size: int = 256
+    quantization: str = "none"
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,9 @@ WITH_MANY_ROWS = {
     "shrink_kernel": 4,
     "expand_kernel": 3,
 }
+# With FP8 weights norms and gates write the inputs of products. The input of the output projection takes a launch.
+IN_FP8 = {"rms_norm_kernel": 2, "rope_kernel": 1, "decode_kernel": 1, "gated_activation_fp8_kernel": 1}
+IN_FP8 |= {"quantize_rows_kernel": 1}
 PRODUCTS = 4 * NUM_LAYERS + 1
 # The first norm, the list of decode's programs, and the choice of tokens in two launches.
 STEP = {"rms_norm_kernel": 1, "list_kernel": 1, "best_kernel": 1, "pick_kernel": 1}
@@ -75,9 +78,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
+    return make_engine(checkpoint, tmp_path, monkeypatch)
+
+
+def make_engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> TorchEngine:
     """With the layers of a GPU, and adapters of two ranks in slots 0 and 1."""
     monkeypatch.setattr(TRITON_BRANCHES[-1], lambda tensor: True)
-    engine = build_engine(worker_config(checkpoint, native_code="off", max_rows=MOST_TOKENS + 1))
+    engine = build_engine(worker_config(checkpoint, native_code="off", max_rows=MOST_TOKENS + 1, **settings))
     for slot, rank in enumerate((4, 8)):
         adapter = make_adapter(tmp_path / f"adapter{slot}", checkpoint, rank=rank, seed=slot)
         packed = pack(adapter, engine.capacities.model_fingerprint)
@@ -155,6 +162,17 @@ def test_launches_of_a_step_of_more_rows(engine: TorchEngine, monkeypatch: pytes
     slots = [row % 2 for row in range(MOST_TOKENS + 1)]
     assert launched(engine, monkeypatch, slots) == (step_of(WITH_MANY_ROWS), PRODUCTS)
     assert sum(WITH_MANY_ROWS.values()) == 12
+
+
+def test_launches_of_a_step_with_fp8_weights(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_plane.engine.build.check_device", lambda *_: None)
+    engine = make_engine(checkpoint, tmp_path, monkeypatch, quantization="fp8")
+    assert launched(engine, monkeypatch, [None] * ROWS) == (step_of(IN_FP8), PRODUCTS)
+    engine.reset()
+    # So do those behind norms and gates that expand what they read: all inputs but that of the first layer.
+    expected = step_of(WITH_ADAPTERS) + Counter({"quantize_rows_kernel": 4 * NUM_LAYERS - 1})
+    assert launched(engine, monkeypatch, [0, 1, None] * 2) == (expected, PRODUCTS)
+    assert sum(IN_FP8.values()) == 6
 
 
 def test_rows_that_draw_launch_no_more_than_greedy_ones(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:

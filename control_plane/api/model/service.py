@@ -93,7 +93,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         response_template = named.text.response_template or self._response_template
         return model_pb2.GetModelResponse(
             name=base.name,
-            fingerprint=base.fingerprint,
+            fingerprint=base.served_fingerprint,
             dtype=base.dtype,
             **named.adapter,
             vocab_size=vocab_size,
@@ -139,7 +139,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             tokens=await codec.spelled(token_ids) if request.return_tokens else (),
             max_model_len=self._max_model_len(named),
             **named.adapter,
-            model_fingerprint=self._base_model.fingerprint,
+            model_fingerprint=self._base_model.served_fingerprint,
             render_time=None if render_time_s is None else timestamp(render_time_s),
         )
 
@@ -158,7 +158,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         return model_pb2.DetokenizeResponse(
             text=await named.text.codec.decode(ids, skip_special_tokens=request.skip_special_tokens),
             **named.adapter,
-            model_fingerprint=self._base_model.fingerprint,
+            model_fingerprint=self._base_model.served_fingerprint,
         )
 
     async def _named(

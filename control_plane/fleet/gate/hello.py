@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from contract import OLDEST_PROTOCOL, PROTOCOL, common_protocol
+from contract.fingerprint import NOT_QUANTIZED
 from contract.hello_bounds import (
     MAX_BLOCK_SIZE,
     MAX_BLOCKS,
@@ -52,6 +53,10 @@ class BaseModelLike(Protocol):
         """Serving dtype: "float32", "bfloat16" or "float16"."""
 
     @property
+    def quantization(self) -> str:
+        """How workers hold its linears, of contract.fingerprint."""
+
+    @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary."""
 
@@ -91,6 +96,12 @@ def check_hello(hello: plan_pb2.Hello, base_model: BaseModelLike) -> None:
         raise BaseModelMismatch(
             f"worker {hello.worker_id} computes in {hello.dtype[:20]!r}, this control plane serves "
             f"{base_model.dtype!r}; start both with the same --dtype"
+        )
+    quantization = hello.quantization or NOT_QUANTIZED
+    if quantization != base_model.quantization:
+        raise BaseModelMismatch(
+            f"worker {hello.worker_id} holds its weights with quantization {quantization[:20]!r}, this control plane "
+            f"serves {base_model.quantization!r}; start both with the same --quantization"
         )
     if hello.vocab_size != base_model.vocab_size:
         raise BaseModelMismatch(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.context_length import config_context_length
-from contract.fingerprint import checkpoint_fingerprint
+from contract.fingerprint import NOT_QUANTIZED, checkpoint_fingerprint, served_fingerprint
 from contract.packed_layout import ITEMSIZE
 from control_plane.registry.model.embedding_modules import CheckpointTensor, EmbeddingModule, find_embedding_modules
 
@@ -67,9 +67,17 @@ class BaseModel:
     model_dir: Path
     tensors: dict[str, CheckpointTensor] = field(default_factory=dict, repr=False)  # the floating-point ones
     tokenizer_file: Path | None = None  # its tokenizer.json, or one that was converted; None: there is none
+    quantization: str = NOT_QUANTIZED  # how workers hold its linears, of contract.fingerprint
+
+    @property
+    def served_fingerprint(self) -> str:
+        """Names what computes the tokens: other numbers than the checkpoint's own if they are quantised."""
+        return served_fingerprint(self.fingerprint, self.quantization)
 
     @classmethod
-    def load(cls, model_dir: Path, dtype: str = "auto", max_model_len: int | None = None) -> BaseModel:
+    def load(
+        cls, model_dir: Path, dtype: str = "auto", max_model_len: int | None = None, quantization: str = NOT_QUANTIZED
+    ) -> BaseModel:
         """Read the checkpoint's metadata. Raises BaseModelError with what is wrong and what to do."""
         config = _read_json(model_dir / "config.json", is_required=True)
         if config.get("quantization_config"):
@@ -93,6 +101,7 @@ class BaseModel:
             num_layers=num_layers,
             model_dir=model_dir,
             tensors=tensors,
+            quantization=quantization,
         )
 
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from kernels.fp8 import Fp8Rows
+
 
 class BaseWeights(Protocol):
     """The base model's linears by module name. Thread-safe; callers do not write the tensors."""
 
-    def weight(self, target_name: str) -> torch.Tensor:
-        """[out, in] in the model's dtype, where the model lies. A copy where the model keeps it in another layout."""
+    def weight(self, target_name: str) -> torch.Tensor | Fp8Rows:
+        """[out, in] in the model's dtype or in FP8, where the model lies. A copy where its layout is another one."""
         ...
 
     def bias(self, target_name: str) -> torch.Tensor | None:

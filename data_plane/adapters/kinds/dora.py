@@ -10,6 +10,8 @@ from data_plane.adapters.kinds.adapter_kind import PART_A, PART_B, AdapterKind, 
 if TYPE_CHECKING:
     import torch
 
+    from kernels.fp8 import Fp8Rows
+
 # float32 copies of the base weight's rows that are held at a time, twice over.
 SLICE_BYTES = 32 << 20
 
@@ -41,12 +43,12 @@ class NormalisedDora(AdapterKind):
 
 
 def dora_scale(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
+    weight: torch.Tensor | Fp8Rows, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
 ) -> torch.Tensor:
     """magnitude / norm of the rows of weight + scaling * B.T @ A, float32 [out] on the host.
 
     weight [out, in]; A [rank, in], B [rank, out] and magnitude [out] on the host. The norms are float32 sums of
-    the dtype's values. Raises ValueError for a norm that is 0 or not finite.
+    the values that the model multiplies with. Raises ValueError for a norm that is 0 or not finite.
     """
     norm = _row_norms(weight, a.to(weight.device).float(), b.to(weight.device).float(), scaling).cpu()
     scale = magnitude / norm
@@ -60,7 +62,7 @@ def dora_scale(
     return scale
 
 
-def _row_norms(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+def _row_norms(weight: torch.Tensor | Fp8Rows, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     import torch
 
     num_rows = max(SLICE_BYTES // (4 * weight.shape[1]), 1)

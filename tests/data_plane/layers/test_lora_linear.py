@@ -94,7 +94,8 @@ def test_a_packed_weight_replaces_the_plain_one(
     packed.pack_weight()
     x = torch.randn(1, num_tokens, 2 * 70)[..., ::2]
     torch.testing.assert_close(packed(x), linear(x))
-    assert torch.equal(packed.target_weight(0), linear.weight)
+    weight = packed.target_weight(0)
+    assert isinstance(weight, torch.Tensor) and torch.equal(weight, linear.weight)
     assert (packed.weight.shape, packed.weight.dtype) == (linear.weight.shape, linear.weight.dtype)
     assert packed.weight.is_meta, "the plain weight is still held"
 

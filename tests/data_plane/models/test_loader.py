@@ -71,7 +71,7 @@ def test_sharded_checkpoint_with_tied_embeddings_loads_whole(tmp_path: Path) -> 
     weights = {name: value for name, value in named if not value.is_meta}
     for target in loaded.targets():
         weight, bias = base.weight(target.name), base.bias(target.name)
-        assert weight.shape == (target.out_features, target.in_features)
+        assert isinstance(weight, torch.Tensor) and weight.shape == (target.out_features, target.in_features)
         weights[f"{target.name}.weight"] = weight.T if target.kind is TargetKind.EMBEDDING else weight
         if bias is not None:
             weights[f"{target.name}.bias"] = bias
@@ -199,7 +199,7 @@ def test_linears_that_keep_their_weight_transposed_take_adapters(tmp_path: Path)
     assert len(shapes) == 2 * 4 + 2
     plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     weight = loaded.base_weights().weight("transformer.h.1.mlp.c_proj")
-    assert torch.equal(weight, plain.transformer.h[1].mlp.c_proj.weight.T)
+    assert isinstance(weight, torch.Tensor) and torch.equal(weight, plain.transformer.h[1].mlp.c_proj.weight.T)
 
 
 def test_missing_weight_is_refused_rather_than_made_up(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
         yield from (refused(INVALID, f"hello.{field}", **{field: value}) for value in values)
     for part in pb.MemoryUse.DESCRIPTOR.fields:
         yield refused(INVALID, f"hello.memory.{part.name}", memory=pb.MemoryUse(**{part.name: U64}))
+    yield from (refused(PRECONDITION, "--quantization", quantization=way) for way in ("fp8", "FP8", "x" * 100_000))
     yield from (refused(PRECONDITION, str(VOCAB_SIZE), vocab_size=size) for size in (1, VOCAB_SIZE - 1, VOCAB_SIZE + 1))
     for lowest, highest in (
         (0, 0),
@@ -154,7 +155,6 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     yield from (refused(PRECONDITION, "checkpoint", model_fingerprint=value) for value in fingerprints)
     for dtype in ("", "float64", "FLOAT32", "float32\0", "bfloat16", "x" * 100_000):
         yield refused(PRECONDITION, "--dtype", dtype=dtype)
-
     for last_epoch in (2**63, U64):
         yield refused(PRECONDITION, "restart the worker", last_epoch=last_epoch)
 

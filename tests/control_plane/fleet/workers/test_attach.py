@@ -111,6 +111,7 @@ async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
     [
         ("model_fingerprint", "0" * 64, "checkpoint"),
         ("dtype", "bfloat16", "dtype"),
+        ("quantization", "fp8", "quantization 'fp8', this control plane serves 'none'; start both with the same --q"),
         ("vocab_size", 255, "logits"),
         ("num_blocks", 0, "num_blocks"),
         ("num_blocks", 2**24 + 1, "16777217 is not in 1..16777216"),

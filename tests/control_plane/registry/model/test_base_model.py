@@ -50,6 +50,13 @@ def _linears_of_the_module_tree(checkpoint: Path, *, is_embedding_module: bool =
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_quantised_model_has_another_name_for_clients_and_the_same_for_adapters(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama")
+    plain, fp8 = BaseModel.load(checkpoint), BaseModel.load(checkpoint, quantization="fp8")
+    assert plain.served_fingerprint == plain.fingerprint == fp8.fingerprint
+    assert fp8.served_fingerprint != fp8.fingerprint and len(fp8.served_fingerprint) == 64
+
+
 def test_a_sharded_checkpoint_reads_the_same(tmp_path: Path) -> None:
     whole = BaseModel.load(make_checkpoint(tmp_path / "whole", "llama"))
     sharded = BaseModel.load(make_checkpoint(tmp_path / "sharded", "llama", max_shard_size="100KB"))

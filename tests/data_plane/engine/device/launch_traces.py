@@ -28,6 +28,7 @@ TRITON_BRANCHES = [
         "kernels.store_kv",
         "kernels.paged_attention",
         "kernels.gated_activation",
+        "kernels.fp8_rows",
         "kernels.lora.ops",
         "kernels.row_state",
         "kernels.sampling",

@@ -1,0 +1,1 @@
+"""Linears whose weights and inputs are FP8 numbers."""

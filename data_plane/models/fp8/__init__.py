@@ -1,0 +1,1 @@
+"""Holds a loaded model's linears in FP8."""

@@ -1,0 +1,93 @@
+"""Which device and dtype take FP8 weights, and when a norm's FP8 rows are not trusted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from data_plane.errors import ConfigError
+from data_plane.layers.context import StepContext
+from data_plane.layers.fp8.activations import Fp8Activations
+from data_plane.layers.lora_linear import LoraLinear
+from data_plane.layers.rms_norm import RmsNorm
+from data_plane.models.fp8.linears import quantize_linears
+from data_plane.models.fp8.refusals import check_device, check_dtype
+from kernels.fp8 import Fp8Rows
+
+CUDA = torch.device("cuda", 0)
+
+
+class Layer(nn.Module):
+    """A norm and a linear, and what happens to the norm's result between them."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.norm = RmsNorm(nn.Parameter(torch.ones(32)), 1e-5, 0.0)
+        linear = nn.Linear(32, 16, bias=False).requires_grad_(False)
+        self.linear = LoraLinear([linear], ["linear"], StepContext())
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.linear(self.between(self.norm(x)))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("between", "is_trusted"),
+    [
+        (lambda x: x, True),
+        (lambda x: x + 1, False),  # another tensor: nobody reads the rows
+        (lambda x: x.mul_(2), False),  # the same tensor with other values
+    ],
+    ids=["as it is", "a copy", "changed in place"],
+)
+def test_rows_are_written_only_for_a_tensor_that_a_linear_reads_as_it_is(between: Any, is_trusted: bool) -> None:
+    layer: Any = Layer(between)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = layer(x)
+        quantize_linears(layer, lambda: layer(x))
+        assert (layer.norm.fp8 is not None) == is_trusted
+        assert (layer(x) - expected).norm() < 0.05 * expected.norm()
+
+
+def test_a_weight_is_freed_and_read_through_its_codes() -> None:
+    linears = [nn.Linear(32, out, bias=False).requires_grad_(False) for out in (16, 32)]
+    joint = LoraLinear(linears, ["one", "two"], StepContext())
+    joint.quantize_weight(Fp8Activations())
+    assert joint.weight.is_meta and joint.weight.shape == (48, 32)
+    for index, linear in enumerate(linears):
+        rows = joint.target_weight(index)
+        assert isinstance(rows, Fp8Rows) and rows.shape == linear.weight.shape
+        assert (rows.float() - linear.weight).abs().max() <= linear.weight.abs().max() / 16
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), CUDA, torch.device("mps")], ids=str)
+def test_only_gpus_of_nvidia_take_fp8_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    check_device("none", device)
+    with pytest.raises(ConfigError, match=f"--quantization fp8: {device.type} multiplies no FP8 weights"):
+        check_device("fp8", device)
+
+
+def test_a_gpu_from_8_9_on_takes_fp8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    capabilities = {91: (8, 0), 92: (8, 9), 93: (9, 0)}  # by the device's number: what a device can do is kept
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
+    for index in (92, 93):
+        check_device("fp8", torch.device("cuda", index))
+    with pytest.raises(
+        ConfigError, match=r"NVIDIA A100 has compute capability 8\.0, FP8 weights need at least 8\.9; give --quant"
+    ):
+        check_device("fp8", torch.device("cuda", 91))
+
+
+def test_a_gpu_serves_fp8_weights_in_bfloat16_alone() -> None:
+    check_dtype("fp8", torch.bfloat16, CUDA)
+    check_dtype("none", torch.float16, CUDA)
+    with pytest.raises(ConfigError, match="served in float16; give --dtype bfloat16"):
+        check_dtype("fp8", torch.float16, CUDA)
