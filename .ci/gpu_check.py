@@ -59,9 +59,9 @@ NEEDED_TO_SERVE += ("grpc_reflection",)
 GPU_TESTS = ROOT / "tests" / "gpu"
 SERVED_TESTS = "test_served_generation.py"
 ENGINE_TESTS = ("test_engine_generation.py", "test_fusion.py")
-# Seconds of each part. Together below the eight minutes that all of it may take; every other test of tests/gpu is in
+# Seconds of each part. Together below the nine minutes that all of it may take; every other test of tests/gpu is in
 # the first part.
-BUDGETS_S = {"kernels": 150.0, "engine": 90.0, "served": 60.0, "steps": 95.0, "times": 75.0}
+BUDGETS_S = {"kernels": 150.0, "engine": 90.0, "served": 60.0, "steps": 140.0, "times": 75.0}
 # Tests run in so many processes where pytest-xdist and the cores are there: most of their time is Triton's compiler.
 MOST_PROCESSES, CORES_OF_A_PROCESS = 8, 2
 # The table of times begins no row that late before its budget ends, so that it ends by itself.

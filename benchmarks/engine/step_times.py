@@ -4,8 +4,9 @@
 
 Weights are random and made on the device, adapters are of rank 16 on every linear, in an arena of 256 slots: no file
 is read. Steps are submitted ahead, as a worker does. The floor is the time in which the machine's copy rate, measured
-in the same run, moves what a step reads: weights, the rows' keys and values, and the adapters. Combinations that would
-begin after --limit-s are left out, and the exit status is 75 then.
+in the same run, moves what a step reads: weights, the rows' keys and values, and the adapters. Steps are run eager, as
+graphs, and as graphs over FP8 weights. Combinations that would begin after --limit-s are left out, and the exit status
+is 75 then.
 """
 
 from __future__ import annotations
@@ -29,20 +30,23 @@ from benchmarks.engine.driver import Driver
 from benchmarks.engine.random_model import random_weights
 from benchmarks.kernels.measure import measure_roofline
 from benchmarks.serving.checkpoints import SHAPES, ModelShape, llama_config
+from contract.fingerprint import FP8_WEIGHTS
 from data_plane.config import WorkerConfig
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
+from kernels.fp8 import fp8_refusal
 
 INCOMPLETE = 75  # exit status where combinations were left out
 RANK = 16
 NUM_SLOTS = 256
 BLOCK_SIZE = 16
 NUM_RUNS = 5  # of --steps steps each; the table has the median
-# By mode, what a worker's settings are. "1 stream": shrinks are queued with everything else.
-MODES = {
+# By mode, what a worker has set; all but the first need a GPU. "1 stream": shrinks are queued with everything else.
+MODES: dict[str, dict[str, str]] = {
     "eager": {"cuda_graphs": "off"},
     "graphs": {"cuda_graphs": "auto"},
     "1 stream": {"cuda_graphs": "auto", "adapter_stream": "off"},
+    "fp8": {"cuda_graphs": "auto", "quantization": FP8_WEIGHTS},
 }
 
 
@@ -66,12 +70,15 @@ class Row:
 HEADER = f"{'mode':<8} {'rows':>5} {'adapters':>9} {'step ms':>10} {'floor ms':>10} {'x floor':>8}"
 
 
-def step_bytes(shape: ModelShape, itemsize: int, *, num_rows: int, num_adapters: int, num_context: int) -> int:
-    """What a decode step reads at least, each byte once."""
-    weights = sum(num_in * num_out for num_in, num_out in linears(shape))
+def step_bytes(
+    shape: ModelShape, itemsize: int, *, num_rows: int, num_adapters: int, num_context: int, is_fp8: bool = False
+) -> int:
+    """What a decode step reads at least, each byte once. is_fp8: the weights of the layers have a byte each."""
+    *layers, head = (num_in * num_out for num_in, num_out in linears(shape))
     head_dim = shape.hidden_size // shape.num_heads
     keys_and_values = num_rows * num_context * 2 * shape.num_kv_heads * head_dim * shape.num_layers
-    return itemsize * (weights + keys_and_values + adapter_values(shape, min(num_adapters, num_rows)))
+    others = itemsize * (head + keys_and_values + adapter_values(shape, min(num_adapters, num_rows)))
+    return sum(layers) * (1 if is_fp8 else itemsize) + others
 
 
 def adapter_values(shape: ModelShape, num_adapters: int) -> int:
@@ -109,6 +116,14 @@ def make_engine(options: argparse.Namespace, mode: str) -> TorchEngine:
     return engine
 
 
+def modes_of(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The modes that the device and the dtype allow."""
+    if device.type != "cuda":
+        return ["eager"]
+    has_fp8 = dtype == torch.bfloat16 and fp8_refusal(device) is None
+    return [mode for mode in MODES if mode != "fp8" or has_fp8]
+
+
 def num_steps(options: argparse.Namespace) -> int:
     """Steps of one combination, those that warm up included."""
     return (NUM_RUNS + 1) * int(options.steps)
@@ -137,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{where}, torch {torch.__version__}, {options.shape} {dtype}, context {options.context}, rank {RANK}")
     print(f"copy rate of this run: {rate / 1e9:.1f} GB/s; {NUM_SLOTS} slots\n{HEADER}", flush=True)
     found, left_out = [], 0
-    modes = list(MODES) if device.type == "cuda" else ["eager"]
+    modes = modes_of(device, dtype)
     for mode in modes:
         driver = Driver(make_engine(options, mode))
         for num_rows in options.rows:
@@ -151,20 +166,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                     num_rows=num_rows,
                     num_adapters=num_adapters,
                     num_context=options.context + num_steps(options) // 2,
+                    is_fp8=mode == "fp8",
                 )
                 step_ms = measure_ms(driver, num_rows, num_adapters, options)
                 found.append(Row(mode, num_rows, num_adapters, step_ms, num_bytes / rate * 1000))
                 print(found[-1], flush=True)
         del driver
-    if "graphs" not in modes:
-        print("graphs: left out, this device or this worker captures none")
+    if missing := [mode for mode in MODES if mode not in modes]:
+        print(f"{' and '.join(missing)}: left out, not for this device and dtype")
     if left_out:
         print(f"incomplete: {left_out} combinations were left out after {options.limit_s:.0f} s")
     if options.json is not None:
         head = {"device": where, "torch": torch.__version__, "copy_bytes_per_s": rate}
         rows = [asdict(row) for row in found]
         options.json.write_text(json.dumps({**head, "rows": rows, "left_out": left_out}, indent=1) + "\n")
-    return INCOMPLETE if left_out or (device.type == "cuda" and "graphs" not in modes) else 0
+    return INCOMPLETE if left_out else 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
