@@ -72,8 +72,6 @@ def upload_all(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Te
 
     Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
     """
-    if not any(array.nbytes for array in arrays):
-        return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device) for array in arrays]
     places = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()
     packed = np.zeros(places[-1], dtype=np.uint8)
     for place, array in zip(places, arrays, strict=False):

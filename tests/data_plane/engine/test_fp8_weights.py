@@ -99,7 +99,7 @@ def test_tokens_are_those_of_rounded_weights_and_inputs(arch: str, tmp_path: Pat
             expected.append(completion.token_ids)
             unquantised.append(plain.greedy(prompt, NUM_TOKENS, adapter).token_ids)
     assert len(jobs) >= 6 and {job.slot for job in jobs} == set(slots.values())
-    Planner(engine, chunk=7).run(jobs)
+    Planner(engine, chunk=7, max_running=9).run(jobs)
     assert [job.tokens for job in jobs] == expected
     assert expected != unquantised, "rounding changes nothing here"
 
@@ -122,7 +122,7 @@ def check_first_tokens(folder: Path, device: str) -> None:
                 jobs.append(Job(prompt, 1, slot, 1))
                 expected.append(completion.token_ids)
     assert len(jobs) >= 16 and {job.slot for job in jobs} == {None, 0}
-    Planner(engine, chunk=7).run(jobs)
+    Planner(engine, chunk=7, max_running=9).run(jobs)
     assert [job.tokens for job in jobs] == expected
 
 
