@@ -144,11 +144,16 @@ static void find_highest(const void *problem, const Step *step, int64_t task, in
     p->highest_token[task] = found.token;
 }
 
+/* Noise is -log(-log(u)) of a u in [2^-53, 1 - 2^-53], between -3.61 and 36.74. The most likely token of a row has the
+ * score 0: tokens with scores that are lower than it by more than 40.35 are never drawn, such as all that a constraint
+ * forbids. */
+static const double OUT_OF_REACH = 41;
+
 /* A row that draws: what its tokens are judged by. */
 typedef struct {
     words key;
     double highest, temperature, min_p;
-    float lowest;
+    double lowest; /* of the values that can be drawn */
 } Judge;
 
 typedef struct {
@@ -159,11 +164,10 @@ typedef struct {
 /* The best of the tokens [token, token + WIDE), whose values lie at `values`, and of those before them.
  *
  * Noise costs two logarithms. It is at most -log(1 - u), since 1 - u <= -log(u), and that is at most the power of two
- * of 1 - u in units of -log(2), rounded up here: most tokens cannot be the best one and are not looked at further. Those
- * that a constraint forbids have scores so low that noise is lost in them: none is better than the first. */
+ * of 1 - u in units of -log(2), rounded up here: most tokens cannot be the best one and are not looked at further. */
 INLINE Best judge(const Judge *by, const float *values, int64_t token, Best best) {
     const wide value = load_wide(values);
-    const longs is_kept = value >= (double)by->lowest;
+    const longs is_kept = value >= by->lowest;
     if (!any_of(is_kept)) return best;
     const wide score = scores_of(value, by->highest, by->temperature), uniform = uniform_of(by->key, token);
     const longs power = (longs)((words)(1.0 - uniform) >> 52) - 1023;
@@ -186,8 +190,10 @@ static void draw(const void *problem, const Step *step, int64_t task, int64_t nu
     const Sampling *p = problem;
     const int64_t row = task / num_parts(p), part = task % num_parts(p), end = end_of_part(p, part);
     if (!draws(p, row)) return;
-    const Judge by = {noise_key(p->seed[row], p->position[row]), highest_of_row(p, row), p->temperature[row],
-                      p->min_p[row], p->lowest[row]};
+    const double highest = highest_of_row(p, row), temperature = p->temperature[row], lowest = p->lowest[row];
+    const double reached = highest - OUT_OF_REACH * temperature;
+    const Judge by = {noise_key(p->seed[row], p->position[row]), highest, temperature, p->min_p[row],
+                      lowest > reached ? lowest : reached};
     Best best = {-__builtin_inf(), part * PART};
     for (int64_t begin = part * PART; begin < end; begin += TILE) {
         const int64_t count = end - begin < TILE ? end - begin : TILE;

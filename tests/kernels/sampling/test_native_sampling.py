@@ -70,6 +70,19 @@ def test_the_largest_is_found_wherever_it_stands(vocab_size: int, dtype: torch.d
     assert native.sample(logits, None, None)[0].tolist() == places
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9999, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("temperature", [1e-6, 0.02, 0.4, 1.0, 40.0, 1e6])
+def test_tokens_that_no_noise_can_lift_change_nothing(temperature: float, dtype: torch.dtype, share: float) -> None:
+    """Some are far below the others, as forbidden tokens are, or all of them; of the others some are nearly so."""
+    generator = torch.Generator().manual_seed(4)
+    logits = make_logits(40, native.PART + 70, seed=3) * 10
+    is_low = torch.rand(logits.shape, generator=generator) < share
+    logits = logits.masked_fill(is_low, -1e30).to(dtype)
+    rows = make_rows([(temperature, 0, 1.0, 0.0)] * len(logits))
+    assert torch.equal(native.sample(logits, rows, None)[0], reference.sample(logits, rows, None))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_that_are_not_finite_are_reported_and_spoil_no_other(dtype: torch.dtype, value: float) -> None:
