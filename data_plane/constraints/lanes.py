@@ -1,34 +1,43 @@
-"""The threads on which constraints are followed. What is quick never waits behind what is known to be slow.
+"""The threads on which constraints are followed. What is quick never waits behind what is slow.
 
-Quick tasks get a thread each, up to a bound: one that turns out to be slow holds up its own thread only. Slow tasks
-share a few threads of a lower priority and wait for one another. Grammars are read on a thread of their own, in order.
+There are three lanes: for grammars that were quick so far, for those that nothing is known of yet, and for slow ones.
+Each has a few threads of its own priority. A thread whose task took too much CPU time gets the lowest priority, and the
+lane another thread in its place. So a grammar takes the cores from forward passes for `SLOW_S` at most, and what it
+takes behind that is what passes leave. Vocabularies are read on one further thread, in order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from data_plane.constraints.priorities import cpu_s, lower
+from kernels.native import add_humble_threads
+
 _T = TypeVar("_T")
 
-MAX_QUICK_THREADS = 32  # those that are held up by a task included
-SLOW_NICENESS = 10  # of the threads of slow tasks: a forward pass on the same cores goes first
+# A grammar of which one mask took more CPU time is slow. Usual ones take 0.05 to 1 ms with 128,000 tokens. Not time on
+# the clock: on a machine whose cores are all busy, a thread may wait for longer than that.
+SLOW_S = 0.005
+NEW_NICENESS = 10  # of threads for grammars that nothing is known of
+SLOW_NICENESS = 19
 
 
 class Lanes:
     """Threads come with the first task."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """`num_threads`: how many tasks of a kind should run at once; None: half of the cores, at most four."""
+        """`num_threads`: how many tasks of a lane run at once; None: half of the cores, at most four."""
         self.num_threads = num_threads or max(1, min(4, (os.cpu_count() or 2) // 2))
+        self._quick = _Lane(self.num_threads, 0)
+        self._new = _Lane(self.num_threads, NEW_NICENESS)
+        self._slow = _Lane(self.num_threads, SLOW_NICENESS)
         self._readers: ThreadPoolExecutor | None = None
-        self._quick: ThreadPoolExecutor | None = None
-        self._slow: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
         self._changed = threading.Condition()
 
@@ -36,32 +45,40 @@ class Lanes:
         """Run a task after those that were given before."""
         with self._starting:
             if self._readers is None:
-                self._readers = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+                self._readers = ThreadPoolExecutor(1, thread_name_prefix="vocabularies")
             return self._readers.submit(task)
 
     def run_quick(self, task: Callable[[], None]) -> None:
-        """Run a task on a free thread."""
-        with self._starting:
-            if self._quick is None:
-                self._quick = ThreadPoolExecutor(MAX_QUICK_THREADS, thread_name_prefix="constraints")
-            self._quick.submit(task)
+        """Run a task of a grammar that was quick so far."""
+        self._quick.run(task)
+
+    def run_new(self, task: Callable[[], None]) -> None:
+        """Run a task of a grammar that nothing is known of."""
+        self._new.run(task)
 
     def run_slow(self, task: Callable[[], None]) -> None:
-        """Run a task after slow ones that were given before."""
-        with self._starting:
-            if self._slow is None:
-                self._slow = ThreadPoolExecutor(
-                    self.num_threads, thread_name_prefix="slow-constraints", initializer=_lower_priority
-                )
-            self._slow.submit(task)
+        """Run a task of a slow grammar."""
+        self._slow.run(task)
+
+    def begin(self, further_threads: list[int]) -> None:
+        """Count the CPU time of this thread's task from 0. `further_threads`: ids of those that work for it."""
+        thread = _thread()
+        if thread is not None:
+            thread.begin(further_threads)
+
+    def cpu_s(self) -> float:
+        """CPU time since `begin`, seconds, with that of the further threads."""
+        thread = _thread()
+        return 0.0 if thread is None else thread.taken_s()
+
+    def has_low_priority(self) -> bool:
+        """Whether this thread's task took so long that another thread does what is left to do in its lane."""
+        thread = _thread()
+        return thread is not None and thread.is_demoted
 
     def now_s(self) -> float:
         """The time, seconds from any beginning."""
         return time.perf_counter()
-
-    def cpu_s(self) -> float:
-        """CPU time of the thread that calls, seconds from any beginning."""
-        return time.thread_time()
 
     def notify(self) -> None:
         """Let `wait` look at its condition again."""
@@ -74,7 +91,113 @@ class Lanes:
             return self._changed.wait_for(condition, timeout_s)
 
 
-def _lower_priority() -> None:
-    """Lower the priority of this thread and of those that it starts. Linux has one for each thread."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICENESS)
+class _Thread:
+    """A thread of a lane. Written under the lane's lock, or by its own tasks."""
+
+    def __init__(self, niceness: int) -> None:
+        self._niceness = niceness
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="constraints", initializer=self._start)
+        self._task: tuple[list[int], float] | None = None  # ids of its threads, their CPU time when it began
+        self.is_busy = False
+        self.is_demoted = False
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self._executor.submit(task)
+
+    def retire(self) -> None:
+        """End after what was submitted."""
+        self._executor.shutdown(wait=False)
+
+    def begin(self, further_threads: list[int]) -> None:
+        ids = [threading.get_native_id(), *further_threads]
+        self._task = ids, sum(map(cpu_s, ids))
+
+    def taken_s(self) -> float:
+        """CPU time since `begin`; 0 before it."""
+        if self._task is None:
+            return 0.0
+        ids, began_s = self._task
+        return max(sum(map(cpu_s, ids)) - began_s, 0.0)
+
+    def demote(self) -> None:
+        self.is_demoted = True
+        for thread_id in self._task[0] if self._task else ():
+            lower(thread_id, SLOW_NICENESS)
+
+    def _start(self) -> None:
+        _of_thread.found = self
+        if self._niceness:
+            lower(threading.get_native_id(), self._niceness)
+
+
+_of_thread = threading.local()
+
+
+def _thread() -> _Thread | None:
+    """That of the caller; None outside of lanes."""
+    found: _Thread | None = getattr(_of_thread, "found", None)
+    return found
+
+
+class _Lane:
+    """Tasks begin in the order in which they are given."""
+
+    def __init__(self, num_threads: int, niceness: int) -> None:
+        self._num_threads = num_threads  # those that were demoted not counted
+        self._niceness = niceness
+        self._lock = threading.Lock()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._threads: list[_Thread] = []  # those that were not demoted
+        self._watcher: ThreadPoolExecutor | None = None
+        self._is_watched = False
+        self._never = threading.Event()  # to wait for a time
+
+    def run(self, task: Callable[[], None]) -> None:
+        with self._lock:
+            self._tasks.append(task)
+            self._employ()
+
+    def _employ(self) -> None:
+        """Let one more thread take tasks, if the lane may have one more. Called under the lock."""
+        thread = next((each for each in self._threads if not each.is_busy), None)
+        if thread is None:
+            if len(self._threads) == self._num_threads:
+                return
+            thread = _Thread(self._niceness)
+            self._threads.append(thread)
+        thread.is_busy = True
+        thread.submit(lambda: self._work(thread))
+        if self._niceness < SLOW_NICENESS and not self._is_watched:
+            self._watcher = self._watcher or ThreadPoolExecutor(1, thread_name_prefix="constraints-watch")
+            self._is_watched = True
+            self._watcher.submit(self._watch)
+
+    def _work(self, thread: _Thread) -> None:
+        is_humble = self._niceness > 0
+        add_humble_threads(int(is_humble))
+        try:
+            while True:
+                with self._lock:
+                    if thread.is_demoted or not self._tasks:
+                        thread.is_busy = False
+                        return
+                    task = self._tasks.popleft()
+                task()
+        finally:
+            add_humble_threads(-int(is_humble or thread.is_demoted))
+
+    def _watch(self) -> None:
+        """Demote threads whose tasks take long, while any has one."""
+        while True:
+            self._never.wait(SLOW_S)
+            with self._lock:
+                for thread in [each for each in self._threads if each.is_busy and each.taken_s() > SLOW_S]:
+                    self._threads.remove(thread)
+                    thread.demote()
+                    add_humble_threads(int(self._niceness == 0))
+                    thread.retire()
+                    if self._tasks:
+                        self._employ()
+                if not any(each.is_busy for each in self._threads):
+                    self._is_watched = False
+                    return

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import llguidance
 
 from contract.sampling import GRAMMAR_LIMITS
+from data_plane.constraints.priorities import new_threads
 from data_plane.plan import Int32Array, RowConstraint, Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -36,37 +38,57 @@ class Matcher:
 
     def follow(self, token_id: int) -> None:
         """Go on behind a token. Raises ConstraintFailed."""
-        # llguidance releases Python's lock in this call only, and only for more than one matcher (1.9.1).
-        done, _ = _executor().consume_token_par([(self._inner, token_id), (self._spare, token_id)])
-        if not done:
+        Matcher.follow_all([self], [token_id])
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConstraintFailed where a token could not be followed."""
+        if self._inner.is_error():
             raise ConstraintFailed(self._inner.get_error())
 
     def write_mask(self, words: Int32Array) -> None:
         """Set the bits of the tokens that may come next in the first words. Raises ConstraintFailed."""
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
-        if self._inner.is_error():
-            raise ConstraintFailed(self._inner.get_error())
+        self.check()
 
     def forced(self) -> list[int]:
         """The tokens that must come next, as far as there is no choice."""
         tokens: list[int] = self._inner.compute_ff_tokens()
         return tokens
 
+    @staticmethod
+    def follow_all(matchers: Sequence[Matcher], token_ids: Sequence[int]) -> None:
+        """Let each matcher go on behind a token. `check` tells of each whether it could."""
+        pairs = [(matcher._inner, token_id) for matcher, token_id in zip(matchers, token_ids, strict=True)]
+        # llguidance releases Python's lock in this call only, and only for more than one matcher (1.9.1).
+        spare = [(matchers[0]._spare, 0)] if len(pairs) == 1 else []
+        _executor().consume_token_par([*pairs, *spare])
+
+
+def following_threads() -> list[int]:
+    """Ids of the threads that follow tokens for this one."""
+    _executor()
+    found: list[int] = _of_thread.ids
+    return found
+
 
 def _executor() -> llguidance.LLExecutor:
     """This thread's own: the tasks of one executor wait for one another."""
     found: llguidance.LLExecutor | None = getattr(_of_thread, "executor", None)
     if found is None:
-        found = _of_thread.executor = llguidance.LLExecutor(1)
+        with new_threads() as ids:
+            found = _of_thread.executor = llguidance.LLExecutor(1)
+        _of_thread.ids = ids
     return found
 
 
 class Matchers:
-    """The vocabularies and grammars that were used last. Used from one thread."""
+    """The vocabularies and grammars that were used last. Used from one thread, but for `build`."""
 
     def __init__(self) -> None:
         self._vocabularies: OrderedDict[str, llguidance.LLTokenizer] = OrderedDict()
         self._grammars: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of the grammars
 
     def read(self, vocabulary: Vocabulary) -> None:
         """Have a vocabulary ready. One that cannot be read fails the rows that name it."""
@@ -75,26 +97,31 @@ class Matchers:
         except ConstraintFailed as error:
             logger.warning("vocabulary not read digest=%s: %s", vocabulary.digest[:12], error)
 
-    def make(self, constraint: RowConstraint) -> Matcher:
-        """A matcher for one row, at the beginning of its completion. Raises ConstraintFailed."""
+    def find(self, constraint: RowConstraint) -> Matcher | Callable[[], Matcher]:
+        """A matcher for one row, at the beginning of its completion, or what builds it, for any thread.
+
+        Both raise ConstraintFailed.
+        """
         # Each row uses its vocabulary, also where its grammar is kept: what the control plane takes for the oldest
         # vocabulary is the oldest one here, so that one it does not send again is still here.
         vocabulary = self._vocabulary(constraint.vocabulary)
-        inner = self._grammar(constraint, vocabulary).deep_copy()
-        return Matcher(inner, llguidance.LLMatcher(vocabulary, "", log_level=0), constraint.vocabulary.num_tokens)
+        with self._lock:
+            found = self._grammars.get(constraint.digest)
+            if found is not None:
+                self._grammars.move_to_end(constraint.digest)
+                return _copy(found, vocabulary, constraint)
+        return lambda: self._build(constraint, vocabulary)
 
-    def _grammar(self, constraint: RowConstraint, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-        found = self._grammars.get(constraint.digest)
-        if found is None:
-            limits = llguidance.LLParserLimits(**GRAMMAR_LIMITS)
-            found = llguidance.LLMatcher(vocabulary, constraint.grammar, log_level=0, limits=limits)
-            if found.is_error():
-                raise ConstraintFailed(found.get_error())
-            self._grammars[constraint.digest] = found
+    def _build(self, constraint: RowConstraint, vocabulary: llguidance.LLTokenizer) -> Matcher:
+        limits = llguidance.LLParserLimits(**GRAMMAR_LIMITS)
+        built = llguidance.LLMatcher(vocabulary, constraint.grammar, log_level=0, limits=limits)
+        if built.is_error():
+            raise ConstraintFailed(built.get_error())
+        with self._lock:
+            self._grammars[constraint.digest] = built
             while len(self._grammars) > MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
-        self._grammars.move_to_end(constraint.digest)
-        return found
+            return _copy(built, vocabulary, constraint)
 
     def _vocabulary(self, vocabulary: Vocabulary) -> llguidance.LLTokenizer:
         found = self._vocabularies.get(vocabulary.digest)
@@ -110,3 +137,8 @@ class Matchers:
                 self._vocabularies.popitem(last=False)
         self._vocabularies.move_to_end(vocabulary.digest)
         return found
+
+
+def _copy(grammar: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer, constraint: RowConstraint) -> Matcher:
+    spare = llguidance.LLMatcher(vocabulary, "", log_level=0)
+    return Matcher(grammar.deep_copy(), spare, constraint.vocabulary.num_tokens)

@@ -6,17 +6,25 @@ when it samples. A row whose mask is not ready sits out the step.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from data_plane.constraints.lanes import Lanes
+from data_plane.constraints.lanes import SLOW_S, Lanes
 from data_plane.constraints.masks import Masks
-from data_plane.constraints.matchers import MAX_GRAMMARS, ConstraintFailed, Matcher, Matchers
+from data_plane.constraints.matchers import (
+    MAX_GRAMMARS,
+    ConstraintFailed,
+    Matcher,
+    Matchers,
+    following_threads,
+)
 from data_plane.constraints.patience import PATIENCE_S, Patience
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, NewRow, RowConstraint, Vocabulary
@@ -25,14 +33,12 @@ logger = logging.getLogger(__name__)
 
 # How long a step in which no row has a mask, and nothing else is computed, waits for the first one.
 IDLE_PATIENCE_S = 0.05
-# A grammar whose mask once took more CPU time is slow. Usual ones take 0.05 to 1 ms with 128,000 tokens. Not time on
-# the clock: on a machine whose cores are all busy, a thread may wait for longer than that.
-SLOW_S = 0.005
-# So is one that once took longer, on the clock, to follow a token: a thread of llguidance's own does it. Usual ones
-# take 0.01 ms.
-SLOW_TO_FOLLOW_S = 0.02
-# Tokens in a row that a slow grammar must be quick for to be quick again: a busy machine may have been the cause.
-FORGIVEN_AFTER = 1000
+# How often in a row a slow grammar must be quick to be quick again; a token is one or two times.
+FORGIVEN_AFTER = 2000
+# Rows whose tokens are followed in one call. What the call takes is held against their grammar as if it were one row's.
+MAX_TOGETHER = 32
+# Grammars that were quick so far, those used last: more than the worker keeps, since to find out again takes time.
+MAX_QUICK = 4 * MAX_GRAMMARS
 _Indices = npt.NDArray[np.int64]
 
 
@@ -48,9 +54,9 @@ class _Row:
     allowed: Int32Array  # [words] bit 1: the token may come next
     position: int  # of the next token, in the completion
     matcher: Matcher | None = None  # None: not made yet, or it failed
+    build: Callable[[], Matcher] | None = None  # what makes it, where the grammar is new to the worker
     error: str = ""
     allows_only_banned: bool = False  # and the next token is before min_tokens
-    started_s: float | None = None  # when the task that follows it began; None: none is under way
     is_ready: bool = field(default=False)  # what is above is of the next token
 
 
@@ -62,11 +68,14 @@ class ConstraintRows:
         self._num_words = -(-vocab_size // 32)
         self._lanes = lanes or Lanes()
         self._patience = Patience(self._lanes.now_s())
-        self._matchers = Matchers()  # used by the lane that reads
+        self._matchers = Matchers()  # used by the thread that reads
         self._rows: dict[int, _Row] = {}
-        self._queued: deque[_Row] = deque()  # quick ones that no thread has begun with
+        # By digest of grammars that are being built, the further rows that have them.
+        self._built: dict[str, list[_Row]] = {}
         # By digest of slow grammars, the latest last: quick tokens since the last slow one.
         self._slow: OrderedDict[str, int] = OrderedDict()
+        self._quick: OrderedDict[str, None] = OrderedDict()  # digests of those that were quick so far
+        self._learning = threading.Lock()  # of the three
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -106,7 +115,9 @@ class ConstraintRows:
     def clear(self) -> None:
         """End every row."""
         self._rows.clear()
-        self._slow.clear()
+        with self._learning:
+            self._slow.clear()
+            self._quick.clear()
 
     def collect(self, rows: _Indices, *, is_alone: bool) -> Masks | None:
         """Masks of those of the rows that have a constraint; None where none has.
@@ -145,7 +156,7 @@ class ConstraintRows:
         """Wait until the masks of these rows are ready, however long that takes."""
         chosen = [self._rows[row] for row in rows.tolist() if row in self._rows]
         while chosen and not self._lanes.wait(lambda: _all_ready(chosen), IDLE_PATIENCE_S):
-            self._start_quick(1)
+            continue
 
     def has_any(self, rows: _Indices) -> bool:
         """Whether one of these rows has a constraint."""
@@ -167,6 +178,7 @@ class ConstraintRows:
 
     def advance(self, masks: Masks, rows: _Indices, token_ids: Int32Array) -> None:
         """Follow the tokens that were sampled, on other threads. `rows` are those that sampled."""
+        of_grammar: dict[str, list[_Row]] = {}
         for index in masks.indices.tolist():
             row = self._rows[int(rows[index])]
             if row.error:
@@ -174,8 +186,12 @@ class ConstraintRows:
             row.to_follow = [int(token_ids[index])]
             row.position += 1
             row.allows_only_banned = False
-            self._submit(row)
-        self._start_quick(self._lanes.num_threads)
+            row.is_ready = False
+            of_grammar.setdefault(row.constraint.digest, []).append(row)
+        for same in of_grammar.values():
+            size = min(-(-len(same) // self._lanes.num_threads), MAX_TOGETHER)
+            for begin in range(0, len(same), size):
+                self._submit(same[begin : begin + size])
 
     # ---- on the compute thread ----
 
@@ -184,82 +200,128 @@ class ConstraintRows:
         began_s = self._lanes.now_s()
         # Where every row of the step has a constraint, no other row is held up.
         patience_s = PATIENCE_S if is_alone else self._patience.left_s(began_s)
-        if quick and patience_s > 0 and not self._lanes.wait(lambda: _all_ready(quick), patience_s / 2):
-            # Rows behind one that turns out to be slow: another thread goes on with them.
-            self._start_quick(sum(self._is_stuck(row) for row in quick))
-            self._lanes.wait(lambda: _all_ready(quick), patience_s / 2)
+        if quick and patience_s > 0:
+            self._lanes.wait(lambda: _all_ready(quick), patience_s)
         if is_alone:
             self._lanes.wait(lambda: any(row.is_ready for row in rows), IDLE_PATIENCE_S)
         elif quick:
             self._patience.spend(self._lanes.now_s() - began_s)
 
-    def _is_stuck(self, row: _Row) -> bool:
-        started_s = row.started_s
-        return started_s is not None and self._lanes.now_s() - started_s > SLOW_S
-
-    def _start_quick(self, num_threads: int) -> None:
-        for _ in range(min(num_threads, len(self._queued))):
-            self._lanes.run_quick(self._follow_queued)
-
     # ---- on other threads ----
 
     def _make(self, row: _Row) -> None:
-        """Make a row's matcher, and let another thread go on with it."""
+        """Find a row's matcher, or who builds it, and let another thread go on with it."""
+        digest = row.constraint.digest
         try:
-            row.matcher = self._matchers.make(row.constraint)
+            found = self._matchers.find(row.constraint)
+            if isinstance(found, Matcher):
+                row.matcher = found
+            else:
+                with self._learning:
+                    if digest in self._built:
+                        self._built[digest].append(row)
+                        return
+                    self._built[digest] = []
+                row.build = found
         except ConstraintFailed as error:
             row.error = str(error)
         except Exception as error:  # the thread's edge: the row must not wait for ever
             logger.exception("grammar not read row=%d", row.number)
             row.error = f"{type(error).__name__}: {error}"
-        self._submit(row)
-        self._start_quick(1)
+        self._submit([row])
 
-    def _submit(self, row: _Row) -> None:
-        row.is_ready = False
-        if row.constraint.digest in self._slow:
-            self._lanes.run_slow(lambda: self._follow(row))
+    def _submit(self, rows: Sequence[_Row]) -> None:
+        """Let another thread follow rows of one grammar."""
+        digest = rows[0].constraint.digest
+        if digest in self._slow:
+            self._lanes.run_slow(lambda: self._follow(rows))
+        elif digest in self._quick:
+            self._lanes.run_quick(lambda: self._follow(rows))
         else:
-            self._queued.append(row)
+            self._lanes.run_new(lambda: self._follow(rows))
 
-    def _follow_queued(self) -> None:
-        while True:
+    def _follow(self, rows: Sequence[_Row]) -> None:
+        """Follow the tokens of rows of one grammar and compute their next masks."""
+        for place, row in enumerate(rows):
+            if place and self._lanes.has_low_priority():
+                self._submit(rows[place:])
+                break
             try:
-                row = self._queued.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            self._follow(row)
-
-    def _follow(self, row: _Row) -> None:
-        """Follow the row's tokens and compute its next mask."""
-        followed_s, mask_s = 0.0, 0.0
-        row.started_s = self._lanes.now_s()
-        try:
-            if row.matcher is not None and self._rows.get(row.number) is row:
-                for token_id in row.to_follow:
-                    began_s = self._lanes.now_s()
-                    row.matcher.follow(token_id)
-                    followed_s = max(followed_s, self._lanes.now_s() - began_s)
-                began_s = self._lanes.cpu_s()
-                row.matcher.write_mask(row.allowed)
-                mask_s = self._lanes.cpu_s() - began_s
-                if row.banned is not None and row.position < row.min_tokens:
-                    row.allows_only_banned = _has_only(row.allowed, row.banned)
-        except ConstraintFailed as error:
-            row.error = str(error)
-        except Exception as error:  # the thread's edge: the row must not wait for ever
-            logger.exception("constraint not followed row=%d", row.number)
-            row.error = f"{type(error).__name__}: {error}"
-        if mask_s > SLOW_S or followed_s > SLOW_TO_FOLLOW_S:
-            self._slow[row.constraint.digest] = 0
-            while len(self._slow) > MAX_GRAMMARS:
-                self._slow.popitem(last=False)
-        elif (num_quick := self._slow.get(row.constraint.digest)) is not None:
-            self._slow[row.constraint.digest] = num_quick + 1
-            if num_quick >= FORGIVEN_AFTER:
-                self._slow.pop(row.constraint.digest, None)
-        row.started_s, row.is_ready = None, True
+                if row.build is not None:
+                    self._build(row)
+                if place == 0 and len(rows) > 1:
+                    self._timed(row, lambda: _follow_all([each for each in rows if self._is_live(each)]))
+                if row.matcher is not None and self._is_live(row):
+                    self._go_on(row, row.matcher)
+            except ConstraintFailed as error:
+                row.error = str(error)
+            except Exception as error:  # the thread's edge: the row must not wait for ever
+                logger.exception("constraint not followed row=%d", row.number)
+                row.error = f"{type(error).__name__}: {error}"
+            row.is_ready = True
         self._lanes.notify()
+
+    def _build(self, row: _Row) -> None:
+        """Build the row's grammar. Rows that came with the same one meanwhile are looked at again."""
+        build, row.build = row.build, None
+        assert build is not None
+        try:
+            if self._is_live(row):
+                self._lanes.begin(following_threads())
+                row.matcher = build()
+        finally:
+            with self._learning:
+                others = self._built.pop(row.constraint.digest)
+            for other in others:
+                self._lanes.read(functools.partial(self._make, other))
+
+    def _go_on(self, row: _Row, matcher: Matcher) -> None:
+        matcher.check()
+        for token_id in row.to_follow:
+            self._timed(row, functools.partial(matcher.follow, token_id))
+        row.to_follow = []
+        self._timed(row, functools.partial(matcher.write_mask, row.allowed))
+        if row.banned is not None and row.position < row.min_tokens:
+            row.allows_only_banned = _has_only(row.allowed, row.banned)
+
+    def _timed(self, row: _Row, part: Callable[[], None]) -> None:
+        """Do a part of what a token takes, and learn from the CPU time."""
+        self._lanes.begin(following_threads())
+        try:
+            part()
+        finally:
+            self._learn(row.constraint.digest, self._lanes.cpu_s())
+
+    def _is_live(self, row: _Row) -> bool:
+        return self._rows.get(row.number) is row
+
+    def _learn(self, digest: str, taken_s: float) -> None:
+        """Count a part of a token's work that took so much CPU time."""
+        with self._learning:
+            if taken_s > SLOW_S:
+                self._quick.pop(digest, None)
+                self._slow[digest] = 0
+                while len(self._slow) > MAX_GRAMMARS:
+                    self._slow.popitem(last=False)
+                return
+            num_quick = self._slow.get(digest)
+            if num_quick is not None and num_quick < FORGIVEN_AFTER:
+                self._slow[digest] = num_quick + 1
+                return
+            self._slow.pop(digest, None)
+            self._quick[digest] = None
+            self._quick.move_to_end(digest)
+            while len(self._quick) > MAX_QUICK:
+                self._quick.popitem(last=False)
+
+
+def _follow_all(rows: Sequence[_Row]) -> None:
+    """Follow the one token of each row in one call."""
+    matchers = [row.matcher for row in rows if row.matcher is not None]
+    if matchers:
+        Matcher.follow_all(matchers, [row.to_follow[0] for row in rows if row.matcher is not None])
+    for row in rows:
+        row.to_follow = []
 
 
 def _all_ready(rows: Sequence[_Row]) -> bool:

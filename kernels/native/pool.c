@@ -142,8 +142,15 @@ static void change(Pool *pool) {
     if (atomic_load(&pool->num_asleep)) wake_all(&pool->phase);
 }
 
+/* How many threads of this process do work that shall have what the ops leave. The kernel gives one that was offered a
+ * core half of it, whatever its priority is. */
+static atomic_llong num_humble;
+
+void motet_add_humble(int64_t more) { atomic_fetch_add(&num_humble, more); }
+
 /* Between two tasks: lets another process have the core, if one was seen to want it and the time has come. */
 static void offer_core(Member *member) {
+    if (atomic_load_explicit(&num_humble, memory_order_relaxed) > 0) return;
     const int64_t now = now_ns();
     if (now - member->looked_ns > LOOK_EVERY) {
         const long taken = times_taken();

@@ -110,6 +110,14 @@ def recording() -> Iterator[list[Run]]:
         _recorded = None
 
 
+def add_humble_threads(more: int) -> None:
+    """Count threads of a lower priority, which compute beside the ops: while there are any, ops offer nobody a core."""
+    if library() is not None:
+        add = _function("motet_add_humble")
+        add.argtypes = [ctypes.c_int64]
+        add(more)
+
+
 def set_num_threads(num_threads: int) -> None:
     """Set the number of threads that ops run in, the caller included. The default is torch's number."""
     global _num_threads

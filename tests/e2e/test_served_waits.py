@@ -1,4 +1,5 @@
-"""Constrained rows that sit out steps, from the SDK to a worker and back: stop strings, min_tokens and seeds hold."""
+"""Constrained rows that sit out steps, from the SDK to a worker and back: stop strings, min_tokens, seeds and best_of
+hold."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from motet import Client, FinishReason, Generation, Regex
+from motet import Client, Completion, FinishReason, Generation, Regex
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.harness import System
@@ -41,6 +42,7 @@ def requests_of(whole: Generation) -> dict[str, dict[str, Any]]:
     early: dict[str, Any] = {"seed": 1, "constraint": SHORT, "logit_bias": {END: 20.0}}
     found |= {f"least {least}": {**early, "min_tokens": least} for least in (0, 40, 50)}
     found |= {"samples": {"seed": 4, "n": 3, "stop": "a-"}}
+    found |= {"best": {"seed": 6, "n": 2, "best_of": 4}, "all of best": {"seed": 6, "n": 4, "logprobs": 0}}
     return found | {"plain": {"seed": 5, "constraint": None}}
 
 
@@ -94,6 +96,19 @@ def test_a_stop_string_ends_the_text_before_it(served: Served) -> None:
         completion = served.late[f"stop {at}"].completions[0]
         assert completion.text == whole.partition(whole[at : at + 3])[0]
         assert completion.finished.finish_reason is FinishReason.STOP_STRING
+
+
+def test_best_of_returns_the_likeliest_samples(served: Served) -> None:
+    samples = served.late["all of best"].completions
+    best = served.late["best"].completions
+    assert len({sample.text for sample in samples}) == 4
+    in_order = sorted(samples, key=mean_logprob, reverse=True)
+    assert [each.text for each in best] == [each.text for each in in_order[:2]]
+
+
+def mean_logprob(completion: Completion) -> float:
+    assert completion.finished.cumulative_logprob is not None
+    return completion.finished.cumulative_logprob / len(completion.token_ids)
 
 
 def test_min_tokens_and_seeds_hold(served: Served) -> None:

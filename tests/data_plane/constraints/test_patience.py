@@ -21,6 +21,10 @@ class WaitingLanes(HeldLanes):
     def __init__(self) -> None:
         super().__init__()
         self.waited_s = 0.0
+        self.time_s = 0.0
+
+    def now_s(self) -> float:
+        return self.time_s
 
     def wait(self, condition: object, timeout_s: float) -> bool:
         self.waited_s += timeout_s

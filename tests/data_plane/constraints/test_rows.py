@@ -24,11 +24,13 @@ class HeldLanes(Lanes):
 
     def __init__(self) -> None:
         super().__init__(1)
+        self.new: list[Callable[[], None]] = []
         self.quick: list[Callable[[], None]] = []
         self.slow: list[Callable[[], None]] = []
-        self.time_s = 0.0
-        self.task_s = 0.0  # what each look at the time adds
-        self.cpu: float | None = None  # CPU time at each look; None: the time
+        self.task_s = 0.0  # what each part of a task takes
+
+    def run_new(self, task: Callable[[], None]) -> None:
+        self.new.append(task)
 
     def run_quick(self, task: Callable[[], None]) -> None:
         self.quick.append(task)
@@ -36,15 +38,15 @@ class HeldLanes(Lanes):
     def run_slow(self, task: Callable[[], None]) -> None:
         self.slow.append(task)
 
-    def now_s(self) -> float:
-        self.time_s += self.task_s
-        return self.time_s
-
     def cpu_s(self) -> float:
-        return self.now_s() if self.cpu is None else self.cpu
+        return self.task_s
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         return condition()
+
+    def read_all(self) -> None:
+        """Wait until every row has a matcher, or a task that builds it."""
+        self.read(lambda: None).result()
 
 
 def collected(rows: ConstraintRows, numbers: list[int]) -> Masks:
@@ -58,8 +60,13 @@ def begun(lanes: HeldLanes, vocabulary: Vocabulary, texts: dict[int, str]) -> Co
     rows = ConstraintRows(NUM_TOKENS, lanes=lanes)
     for row, text in texts.items():
         rows.add(row_of([text], vocabulary, row))
-    lanes.read(lambda: None).result()  # behind the grammars
+    lanes.read_all()
     return rows
+
+
+def run_all(tasks: list[Callable[[], None]]) -> None:
+    while tasks:
+        tasks.pop(0)()
 
 
 def test_a_row_waits_until_its_mask_is_ready(vocabulary: Vocabulary) -> None:
@@ -67,7 +74,7 @@ def test_a_row_waits_until_its_mask_is_ready(vocabulary: Vocabulary) -> None:
     rows = begun(lanes, vocabulary, {3: "b", 4: "z"})
     masks = collected(rows, [2, 3, 4, 9])
     assert masks.waiting == [1, 2] and masks.indices.tolist() == []
-    lanes.quick.pop()()
+    run_all(lanes.new)
     masks = collected(rows, [2, 3, 4, 9])
     assert masks.waiting == [] and masks.indices.tolist() == [1, 2]
     logits = torch.zeros(4, NUM_TOKENS)
@@ -79,13 +86,14 @@ def test_a_row_waits_until_its_mask_is_ready(vocabulary: Vocabulary) -> None:
 def test_indices_are_those_among_the_rows_that_do_not_wait(vocabulary: Vocabulary) -> None:
     lanes = HeldLanes()
     rows = begun(lanes, vocabulary, {0: "bb", 1: "zz"})
-    lanes.quick.pop()()
+    run_all(lanes.new)
     masks = collected(rows, [0, 1])
     rows.advance(masks, np.arange(2), np.array([B, Z], dtype=np.int32))
     rows.free(np.array([0], dtype=np.int32))
     rows.add(row_of(["z"], vocabulary, 5))
-    lanes.read(lambda: None).result()
-    lanes.quick[0]()  # follows all that are queued
+    lanes.read_all()
+    run_all(lanes.new)
+    run_all(lanes.quick)
     rows.add(row_of(["b"], vocabulary, 0))
     masks = collected(rows, [0, 1, 5])
     assert masks.waiting == [0] and masks.indices.tolist() == [0, 1]
@@ -98,30 +106,63 @@ def test_a_grammar_that_was_slow_once_leaves_the_threads_of_quick_ones(vocabular
     lanes = HeldLanes()
     rows = begun(lanes, vocabulary, {0: "bb"})
     lanes.task_s = 1.0
-    lanes.quick.pop()()
+    run_all(lanes.new)
     lanes.task_s = 0.0
     rows.advance(collected(rows, [0]), np.zeros(1, dtype=np.int64), np.array([B], dtype=np.int32))
     assert len(lanes.slow) == 1 and not lanes.quick
     rows.add(row_of(["zz"], vocabulary, 1))
     rows.add(row_of(["bb"], vocabulary, 2))
-    lanes.read(lambda: None).result()
+    lanes.read_all()
     assert len(lanes.slow) == 2
-    lanes.quick.pop()()
+    run_all(lanes.new)
     assert collected(rows, [0, 1, 2]).waiting == [0, 2]
     lanes.slow.pop()()
     assert collected(rows, [0, 1, 2]).waiting == [0]
 
 
-def test_a_grammar_whose_thread_had_to_wait_for_a_core_is_not_slow(vocabulary: Vocabulary) -> None:
-    """6 ms on the clock for a mask that took next to no CPU time, as on a machine whose cores are all busy."""
+def test_a_grammar_begins_on_the_threads_of_new_ones_and_goes_on_with_the_quick_ones(vocabulary: Vocabulary) -> None:
     lanes = HeldLanes()
     rows = begun(lanes, vocabulary, {0: "bb"})
-    lanes.task_s, lanes.cpu = 0.006, 0.0
-    lanes.quick.pop()()
+    assert len(lanes.new) == 1 and not lanes.quick and not lanes.slow
+    run_all(lanes.new)
     rows.advance(collected(rows, [0]), np.zeros(1, dtype=np.int64), np.array([B], dtype=np.int32))
-    assert len(lanes.quick) == 1 and not lanes.slow
-    lanes.quick.pop()()
-    assert not rows.has_slow(np.zeros(1, dtype=np.int64))
+    rows.add(row_of(["bb"], vocabulary, 1))
+    lanes.read_all()
+    assert len(lanes.quick) == 2 and not lanes.new
+
+
+def test_rows_of_one_new_grammar_build_it_once(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row that began to build it ends before; the others do not wait for ever."""
+    lanes = HeldLanes()
+    rows = begun(lanes, vocabulary, {0: "bb", 1: "bb", 2: "bb"})
+    assert len(lanes.new) == 1
+    rows.free(np.array([0], dtype=np.int32))
+    run_all(lanes.new)
+    lanes.read_all()
+    assert len(lanes.new) == 1  # row 1 builds it
+    run_all(lanes.new)
+    monkeypatch.setattr(ConstraintRows, "_build", None)
+    lanes.read_all()
+    run_all(lanes.quick)
+    assert collected(rows, [1, 2]).waiting == []
+
+
+def test_tokens_of_one_grammar_are_followed_together(vocabulary: Vocabulary) -> None:
+    """One task for 40 rows is too long, and each row gets the mask of its own place."""
+    lanes, numbers = HeldLanes(), np.arange(40)
+    rows = begun(lanes, vocabulary, dict.fromkeys(range(40), "bzb"))
+    run_all(lanes.new)
+    lanes.read_all()
+    run_all(lanes.quick)
+    for token in (B, Z):
+        rows.advance(collected(rows, numbers.tolist()), numbers, np.full(40, token, dtype=np.int32))
+        assert len(lanes.quick) == 2
+        run_all(lanes.quick)
+    masks = collected(rows, numbers.tolist())
+    assert masks.indices.tolist() == numbers.tolist() and not masks.failed
+    logits = torch.zeros(40, NUM_TOKENS)
+    forbid(logits, masks)
+    assert torch.equal(torch.nonzero(logits == 0)[:, 1], torch.full((40,), B))
 
 
 @pytest.mark.parametrize("seed", range(3))
