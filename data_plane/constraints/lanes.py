@@ -24,7 +24,8 @@ _T = TypeVar("_T")
 # A grammar of which one mask took more CPU time is slow. Usual ones take 0.05 to 1 ms with 128,000 tokens. Not time on
 # the clock: on a machine whose cores are all busy, a thread may wait for longer than that.
 SLOW_S = 0.005
-NEW_NICENESS = 10  # of threads for grammars that nothing is known of
+# Niceness of threads above that of the process: for grammars that nothing is known of, and for slow ones.
+NEW_NICENESS = 10
 SLOW_NICENESS = 19
 
 

@@ -28,9 +28,14 @@ def cpu_s(thread_id: int) -> float:
 
 
 def lower(thread_id: int, niceness: int) -> None:
-    """Lower the priority of a thread of this process. The threads that it starts from then on have the same."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+    """Set the niceness of a thread of this process so far above that of the process, which is that of its first thread.
+
+    19 is the highest. The threads that it starts from then on have the same. A thread that has ended is left alone.
+    """
+    if _IS_LINUX:
+        own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread_id, min(own + niceness, 19))
 
 
 @contextlib.contextmanager
