@@ -23,6 +23,28 @@ _READY = re.compile(r"motet ready: clients at (\S+),")
 _NUM_LAST_LINES = 20
 _STOP_S = 20.0
 _DRAIN_S = 5.0  # nothing runs when an LLM is closed, unless its program ends within a call
+# Arguments of vLLM's LLM that are no flags here, and what to do instead.
+_BY_BYTES = "leave it out: adapters have no maximum number or rank, and arena_bytes bounds their memory"
+OF_VLLM = {
+    "enable_lora": "leave it out: adapters=... is all it takes",
+    "max_loras": _BY_BYTES,
+    "max_cpu_loras": _BY_BYTES,
+    "max_lora_rank": _BY_BYTES,
+    "gpu_memory_utilization": "use kv_bytes for the KV cache and arena_bytes for the adapters",
+    "kv_cache_memory_bytes": "use kv_bytes",
+    "swap_space": "use host_kv_bytes",
+    "max_num_seqs": "use max_rows",
+    "max_num_batched_tokens": "use max_step_tokens",
+    "enable_prefix_caching": "leave it out: prefixes are always cached",
+    "enable_chunked_prefill": "leave it out: long prompts are always cut",
+    "enforce_eager": "leave it out, or use cuda_graphs",
+    "tokenizer": "leave it out: the tokenizer is the checkpoint's",
+    "trust_remote_code": "leave it out: code of a checkpoint is never run",
+    "tensor_parallel_size": "leave it out: a model runs on one device",
+    "pipeline_parallel_size": "leave it out: a model runs on one device",
+    "quantization": "leave it out: the form of the weights follows from the checkpoint",
+    "seed": "give a seed in SamplingParams",
+}
 # What this module gives itself.
 _OWN = ("--api-keys", "--data-dir", "--drain-timeout-s", "--listen", "--model", "--worker-listen")
 
@@ -38,13 +60,19 @@ def flags_of(settings: Mapping[str, Setting]) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if flag in _OWN:
             raise invalid_field(name, "is set by LLM itself; leave it out")
+        if name in OF_VLLM:
+            raise invalid_field(name, f"is an argument of vLLM's LLM and not of Motet's: {OF_VLLM[name]}")
         if value is True:
             flags.append(flag)
         elif isinstance(value, str | int | float | os.PathLike) and value is not False:
             flags += [flag, os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
-        elif isinstance(value, Sequence):
+        elif isinstance(value, list | tuple):
             for each in value:
                 flags += [flag, str(each)]
+        elif value not in (None, False):
+            raise invalid_field(
+                name, f"is {type(value).__name__}; give a text, a number, a path, True, or a list of texts"
+            )
     return flags
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from motet import ChatMessage, InvalidArgument, SamplingParams
+from motet.cli.main import main
 from motet.offline.inputs import conversations_of, either_sampling, items_of, prompts_of
-from motet.offline.private_server import flags_of
+from motet.offline.private_server import OF_VLLM, flags_of
 
 TURN = {"role": "user", "content": "hello"}
 
@@ -97,3 +99,26 @@ def test_settings_become_flags_and_those_of_the_server_itself_are_refused() -> N
     assert flags_of({"adapter_root": ["a=/a", "b=/b"]}) == ["--adapter-root", "a=/a", "--adapter-root", "b=/b"]
     with pytest.raises(InvalidArgument, match="listen: is set by LLM itself"):
         flags_of({"listen": "0.0.0.0:80"})
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, b"ab", 1j, {1}])
+def test_a_setting_that_no_flag_can_have_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^num_blocks: is \w+; give a text, a number"):
+        flags_of({"num_blocks": value})
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("max_lora_rank", "arena_bytes"), ("gpu_memory_utilization", "kv_bytes"), ("seed", "SamplingParams")],
+)
+def test_an_argument_of_vllm_is_refused_with_what_to_write_instead(name: str, instead: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{name}: is an argument of vLLM's LLM .*{instead}"):
+        flags_of({name: 4})
+
+
+def test_no_flag_of_the_server_is_refused_as_vllms(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    flags = {flag.replace("-", "_") for flag in re.findall("--([a-z-]+)", capsys.readouterr().out)}
+    assert "kv_bytes" in flags
+    assert not flags & OF_VLLM.keys()
