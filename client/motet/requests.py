@@ -23,7 +23,7 @@ from motet.inputs.conversations import (
     set_conversation,
 )
 from motet.inputs.lora_task import LoraTask, task_id_of
-from motet.inputs.scalars import integer_of, text_of, uint_of
+from motet.inputs.scalars import integer_of, list_of, number_of, text_of, truth_of, uint_of
 from motet.types import BeamSearch
 from motet.v1 import generation_pb2, types_pb2
 from motet.v1.sampling import SamplingOptions
@@ -76,8 +76,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     unknown = set(options) - GenerateOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"generate() knows no {', '.join(sorted(unknown))}")
-    stop = options.get("stop", ())
-    stop_token_ids = options.get("stop_token_ids", ())
+    stop = options.get("stop")
     ignore_eos = options.get("ignore_eos")
     request = generation_pb2.GenerateRequest(
         request_id=text_of("request_id", options.get("request_id", "")),
@@ -91,8 +90,14 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         sampling=_sampling(options),
         stopping=types_pb2.StoppingParams(
             max_tokens=_optional_uint("stopping.max_tokens", options.get("max_tokens"), _UINT32_MAX),
-            stop=[text_of("stopping.stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
-            stop_token_ids=[uint_of("stopping.stop_token_ids", token, _UINT32_MAX) for token in stop_token_ids],
+            stop=[
+                text_of("stopping.stop", text)
+                for text in ([stop] if isinstance(stop, str) else list_of("stopping.stop", stop))
+            ],
+            stop_token_ids=[
+                uint_of("stopping.stop_token_ids", token, _UINT32_MAX)
+                for token in list_of("stopping.stop_token_ids", options.get("stop_token_ids"))
+            ],
             min_tokens=_optional_uint("stopping.min_tokens", options.get("min_tokens"), _UINT32_MAX),
         ),
         priority=_priority(options.get("priority")),
@@ -100,14 +105,15 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     )
     _set_decoding(request, options)
     if ignore_eos is not None:
-        request.stopping.ignore_eos = ignore_eos
-    if options.get("token_bytes") or options.get("include_stop"):
-        request.output.token_bytes = bool(options.get("token_bytes"))
-        request.output.include_stop = bool(options.get("include_stop"))
+        request.stopping.ignore_eos = truth_of("stopping.ignore_eos", ignore_eos)
+    if (has_bytes := options.get("token_bytes")) is not None:
+        request.output.token_bytes = truth_of("output.token_bytes", has_bytes)
+    if (has_stop := options.get("include_stop")) is not None:
+        request.output.include_stop = truth_of("output.include_stop", has_stop)
     if options.get("model_fingerprint"):
         request.preconditions.model_fingerprint = text_of("model_fingerprint", options["model_fingerprint"])
     if (skips := options.get("skip_special_tokens")) is not None:
-        request.output.skip_special_tokens = skips
+        request.output.skip_special_tokens = truth_of("output.skip_special_tokens", skips)
     _set_delta_size(request.output, options)
     _set_prompt(request, prompt, options)
     return request
@@ -211,11 +217,15 @@ def _sampling(options: GenerateOptions) -> types_pb2.SamplingParams:
         if value is None:
             continue
         if field.name == "logit_bias":
-            value = {uint_of(path, token, _UINT32_MAX): bias for token, bias in value.items()}
+            if not isinstance(value, Mapping):
+                raise invalid_field(path, f"is {value!r:.100}; give {{token id: bias}}")
+            value = {uint_of(path, token, _UINT32_MAX): number_of(path, bias) for token, bias in value.items()}
         elif field.type in _UINT_MAX:
             value = uint_of(path, value, _UINT_MAX[field.type])
         elif field.enum_type is not None:
             value = _enum_number(path, value, field.enum_type)
+        else:
+            value = number_of(path, value)
         given[field.name] = value
     return types_pb2.SamplingParams(**given)
 
@@ -226,9 +236,9 @@ def enum_choices(enum: Any) -> dict[str, int]:
     return {value.name.removeprefix(prefix).lower(): value.number for value in enum.values if value.number}
 
 
-def _enum_number(path: str, name: str, enum: Any) -> int:
+def _enum_number(path: str, name: object, enum: Any) -> int:
     choices = enum_choices(enum)
-    if name not in choices:
+    if not isinstance(name, str) or name not in choices:
         raise invalid_field(path, f"is {name!r}; give one of {', '.join(choices)}")
     return choices[name]
 
@@ -244,9 +254,9 @@ def _set_decoding(request: generation_pb2.GenerateRequest, options: GenerateOpti
             raise TypeError(f"beam_search is {type(beams).__name__}; give a BeamSearch")
         decoding.beam_search.width = uint_of("decoding.beam_search.width", beams.width, _UINT32_MAX)
         if beams.length_penalty is not None:
-            decoding.beam_search.length_penalty = beams.length_penalty
+            decoding.beam_search.length_penalty = number_of("decoding.beam_search.length_penalty", beams.length_penalty)
         if beams.early_stopping is not None:
-            decoding.beam_search.early_stopping = beams.early_stopping
+            decoding.beam_search.early_stopping = truth_of("decoding.beam_search.early_stopping", beams.early_stopping)
 
 
 def _set_delta_size(output: types_pb2.OutputParams, options: GenerateOptions) -> None:
@@ -254,6 +264,7 @@ def _set_delta_size(output: types_pb2.OutputParams, options: GenerateOptions) ->
     if num_tokens is not None:
         output.delta_tokens = uint_of("output.delta_tokens", num_tokens, _UINT32_MAX)
     if wait_s is not None:
+        wait_s = number_of("output.delta_wait", wait_s)
         if not 0 <= wait_s <= _MAX_DURATION_S:  # NaN is refused, too
             raise invalid_field("output.delta_wait", f"is {wait_s} s; give a time from 0.001 to 10 s")
         output.delta_wait.FromNanoseconds(round(wait_s * 1e9))

@@ -73,7 +73,7 @@ class AdapterFile:
 
 def files_of(directory: str | Path) -> list[AdapterFile]:
     """The files of the adapter in a directory. Reads and hashes them. Raises InvalidArgument."""
-    return [_describe(path) for path in _adapter_files(Path(directory))]
+    return [_describe(path) for path in paths_of(Path(directory))]
 
 
 def files_in_memory(files: Mapping[str, bytes]) -> list[AdapterFile]:
@@ -88,7 +88,8 @@ def files_in_memory(files: Mapping[str, bytes]) -> list[AdapterFile]:
     ]
 
 
-def _adapter_files(directory: Path) -> list[Path]:
+def paths_of(directory: Path) -> list[Path]:
+    """The files of the adapter in a directory. Reads none of them. Raises InvalidArgument."""
     if not directory.is_dir():
         raise invalid_field("directory", f"{directory} is not a directory; give the one PEFT's save_pretrained wrote")
     if (directory / WEIGHTS_ARRAY).is_file():

@@ -15,10 +15,12 @@ Combination: TypeAlias = Literal["cat", "linear"]
 AdapterUses: TypeAlias = Mapping[str, float] | Sequence[str | AdapterUse]
 
 
-def uses_to(adapters: AdapterUses) -> Iterable[generation_pb2.AdapterUse]:
+def uses_to(adapters: AdapterUses | None) -> Iterable[generation_pb2.AdapterUse]:
     """The adapters as the wire carries them. Raises TypeError for values of other types."""
-    if isinstance(adapters, str):
-        raise TypeError(f"adapters is the text {adapters!r}; give a list of names, or names with scales")
+    if adapters is None:
+        return
+    if isinstance(adapters, str) or not isinstance(adapters, Iterable):
+        raise TypeError(f"adapters is {adapters!r:.100}; give a list of names, or names with scales")
     pairs = adapters.items() if isinstance(adapters, Mapping) else ((use, None) for use in adapters)
     for named, scale in pairs:
         use = named if isinstance(named, AdapterUse) else AdapterUse(named, 1.0 if scale is None else scale)
@@ -32,8 +34,8 @@ def combination_to(combination: Combination | None) -> generation_pb2.Combinatio
     if combination is None:
         return generation_pb2.COMBINATION_UNSPECIFIED
     known = {"cat": generation_pb2.COMBINATION_CAT, "linear": generation_pb2.COMBINATION_LINEAR}
-    if combination not in known:
-        raise ValueError(f'combination is {combination!r}; give "cat" or "linear"')
+    if not isinstance(combination, str) or combination not in known:
+        raise ValueError(f'combination is {combination!r:.100}; give "cat" or "linear"')
     return known[combination]
 
 

@@ -87,7 +87,8 @@ async def run_all(
                 result: R | MotetError = await send(item)
             except MotetError as error:
                 if stops_at_error:
-                    error.add_note(f"this was input {index} of {len(items)}; the others were cancelled")
+                    if len(items) > 1:
+                        error.add_note(f"this was input {index} of {len(items)}; the others were cancelled")
                     raise
                 result = error
             results[index] = result

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import tempfile
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+from motet.adapters.files import paths_of
 from motet.aio import AsyncClient
 from motet.client import Client
 from motet.errors import MotetError, client_closed, invalid_field
@@ -37,6 +39,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _NUM_ADAPTERS_AT_ONCE = 4
+
+
+@contextlib.contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Let errors say which adapter they are about."""
+    try:
+        yield
+    except MotetError as error:
+        error.add_note(f"this was the adapter {name!r}")
+        raise
 
 
 class LLM:
@@ -71,6 +83,9 @@ class LLM:
             raise invalid_field("max_in_flight", f"is {max_in_flight}; use at least 1")
         # Twice as many: where a stream has ended for the client, the server may still have it for a moment.
         flags = ["--model", str(model), "--max-streams-per-connection", str(2 * max_in_flight), *flags_of(settings)]
+        for name, directory in (adapters or {}).items():
+            with _about(name):
+                paths_of(Path(directory))  # before the model is loaded
         self._max_in_flight = max_in_flight
         self._parts = _Parts(work_dir, flags)
         self._finalizer = weakref.finalize(self, self._parts.close)
@@ -235,7 +250,8 @@ class LLM:
 
     async def _register(self, named: tuple[str, PathLike]) -> None:
         name, directory = named
-        await self._parts.async_client.adapters.register(name, Path(directory), timeout_s=math.inf)
+        with _about(name):
+            await self._parts.async_client.adapters.register(name, Path(directory), timeout_s=math.inf)
 
     def _run(
         self,

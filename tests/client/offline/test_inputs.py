@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from motet import ChatMessage, InvalidArgument, SamplingParams
+from motet import LLM, ChatMessage, InvalidArgument, SamplingParams
 from motet.cli.main import main
 from motet.offline.inputs import conversations_of, either_sampling, items_of, prompts_of
 from motet.offline.private_server import OF_VLLM, flags_of
@@ -122,3 +123,12 @@ def test_no_flag_of_the_server_is_refused_as_vllms(capsys: pytest.CaptureFixture
     flags = {flag.replace("-", "_") for flag in re.findall("--([a-z-]+)", capsys.readouterr().out)}
     assert "kv_bytes" in flags
     assert not flags & OF_VLLM.keys()
+
+
+def test_a_directory_without_an_adapter_is_refused_before_a_server_starts(tmp_path: Path) -> None:
+    """The model is not there either, and nobody has looked at it."""
+    with pytest.raises(
+        InvalidArgument, match="is not a directory; give the one PEFT's save_pretrained wrote"
+    ) as raised:
+        LLM(tmp_path / "no model", adapters={"legal": tmp_path / "no adapter"})
+    assert raised.value.__notes__ == ["this was the adapter 'legal'"]
