@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from motet import BeamSearch, InvalidArgument
+from motet import BeamSearch, InvalidArgument, JsonSchema
 from motet.requests import GenerateOptions, generate_request
 
 TEXTS = ("adapter", "adapter_digest", "cache_salt", "model_fingerprint", "request_id", "routing_key")
@@ -60,3 +60,24 @@ def test_the_parts_of_a_beam_search_are_checked_too() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_none_is_as_if_left_out(name: str) -> None:
     assert request_with(name, None) == generate_request("Hi", {})
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (nested(5000), "maximum recursion depth"),
+        ({"minimum": float("nan")}, "float values"),
+        ({"const": object()}, "not JSON serializable"),
+        ({(1,): 2}, "keys must be str"),
+    ],
+)
+def test_a_schema_that_is_no_json_is_refused_by_name(schema: Any, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^constraint.json_schema: cannot be written as JSON: .*{said}"):
+        request_with("constraint", JsonSchema(schema))

@@ -6,6 +6,7 @@ or a migration from every token on, and by masks that are late. Every text is va
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from tests.data_plane.constraints.lanes import DrawnLanes, in_time
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.e2e.scheduled import Completions, serve
+from tests.e2e.scheduled import Completions, Served, serve
 from tests.makers import make_checkpoint, make_tokenizer
 
 END, NUM_VOCABULARY, MAX_TOKENS = 0, 256, 70
@@ -249,4 +250,14 @@ def test_options_of_a_request_hold_where_rows_sit_out_steps(rig: Rig, is_slow: b
     engine = CountingEngine(build_engine(worker_config(rig.checkpoint), lanes=DrawnLanes(5, 0.3, is_slow=is_slow)))
     completions, _ = serve(engine, requests, [], ROOMY)
     assert engine.num_waits > 20
-    assert completions == expected
+    assert completions.keys() == expected.keys()
+    for key, served in completions.items():
+        assert replace(served, logprobs=[]) == replace(expected[key], logprobs=[]), key
+        # torch's product of a layer as small as this one's rounds otherwise for a row alone than for four rows.
+        assert numbers_of(served) == pytest.approx(numbers_of(expected[key]), rel=1e-5), key
+
+
+def numbers_of(served: Served) -> list[float]:
+    """Every token of the log-probabilities, with its rank and number."""
+    candidates = [[each.token_id, each.rank, each.logprob, *itertools.chain(*each.top)] for each in served.logprobs]
+    return [float(number) for number in itertools.chain(*candidates)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from motet.errors import invalid_field
 from motet.inputs.scalars import text_of
 from motet.v1 import constraints_pb2
 
@@ -89,7 +90,12 @@ def constraint_to(constraint: Constraint | None) -> constraints_pb2.Constraint |
 
 
 def _schema_text(schema: Mapping[str, Any] | str, field: str) -> str:
-    return text_of(field, schema) if isinstance(schema, str) else json.dumps(schema)
+    if isinstance(schema, str):
+        return text_of(field, schema)
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise invalid_field(field, f"cannot be written as JSON: {error}; give what json.dumps takes") from None
 
 
 def _tag(tag: StructuralTag) -> constraints_pb2.StructuralTag:
