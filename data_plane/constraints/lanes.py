@@ -105,7 +105,7 @@ class _Thread:
     def submit(self, task: Callable[[], None]) -> None:
         self._executor.submit(task)
 
-    def retire(self) -> None:
+    def end(self) -> None:
         """End after what was submitted."""
         self._executor.shutdown(wait=False)
 
@@ -196,7 +196,7 @@ class _Lane:
                     self._threads.remove(thread)
                     thread.demote()
                     add_humble_threads(int(self._niceness == 0))
-                    thread.retire()
+                    thread.end()
                     if self._tasks:
                         self._employ()
                 if not any(each.is_busy for each in self._threads):

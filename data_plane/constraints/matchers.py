@@ -58,7 +58,7 @@ class Matcher:
 
     @staticmethod
     def follow_all(matchers: Sequence[Matcher], token_ids: Sequence[int]) -> None:
-        """Let each matcher go on behind a token. `check` tells of each whether it could."""
+        """Let each matcher go on behind a token. `check` says of each whether it could."""
         pairs = [(matcher._inner, token_id) for matcher, token_id in zip(matchers, token_ids, strict=True)]
         # llguidance releases Python's lock in this call only, and only for more than one matcher (1.9.1).
         spare = [(matchers[0]._spare, 0)] if len(pairs) == 1 else []
