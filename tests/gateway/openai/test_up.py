@@ -41,7 +41,9 @@ def test_up_with_http_serves_completions(tmp_path: Path) -> None:
     up = Child("up", [*arguments, *WORKER_FLAGS], tmp_path / "up.log", environment=ENVIRONMENT)
     try:
         # Worker and gateway get ready in any order.
-        address = up.wait_ready(re.compile(r"motet ready: HTTP at (\S+)"), 240.0)[1]
+        ready = re.compile(r"motet ready: (?:HTTP at (?P<http>\S+)|clients at )")
+        found = [up.wait_ready(ready, 120.0)["http"] for _ in range(2)]
+        address = next(http for http in found if http)
         with httpx.Client(base_url=f"http://{address}", timeout=240.0) as http:
             body = {"model": "model", "prompt": "The contract", "max_tokens": 2}
             reply = http.post("/v1/completions", json=body)
