@@ -17,7 +17,9 @@ def request_with(name: str, value: object) -> Any:
     return generate_request("Hi", cast(GenerateOptions, {name: value}))
 
 
-@pytest.mark.parametrize("value", [object(), [object()], {"a": object()}, 1j, b"a"], ids=repr)
+@pytest.mark.parametrize(
+    "value", [object(), [object()], {"a": object()}, 1j, b"a"], ids=lambda value: type(value).__name__
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_value_of_another_type_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises((InvalidArgument, TypeError, ValueError)) as raised:
