@@ -56,7 +56,9 @@ def load_values(logits_ptr, adjusted_ptr, source, row, offs, vocab_size, stride_
     is_inside = offs < vocab_size
     lowest = float("-inf")
     if source >= 0:
-        values = tl.load(adjusted_ptr + source.to(tl.int64) * vocab_size + offs, mask=is_inside, other=lowest)
+        # Without adjustments the pointer is that of the logits, of their type: both branches must give one type.
+        begin_ptr = adjusted_ptr + source.to(tl.int64) * vocab_size
+        values = tl.load(begin_ptr + offs, mask=is_inside, other=lowest).to(tl.float32)
     else:
         ptrs = logits_ptr + row * stride_ln + offs.to(tl.int64) * stride_lv
         values = tl.load(ptrs, mask=is_inside, other=lowest).to(tl.float32)

@@ -23,15 +23,17 @@ POINTERS = {
 TYPE_OF = {f"{name}_ptr": dtype for dtype, names in POINTERS.items() for name in names.split()}
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], num_warps: int = 4) -> None:
-    """With logits in bfloat16."""
+def compile_kernel(kernel: Any, constants: dict[str, Any], num_warps: int = 4, *, has_adjusted: bool = True) -> None:
+    """With logits in bfloat16. Without adjusted logits, as in most steps, the logits stand in their place."""
     types = {name: "*" + TYPE_OF.get(name, "bf16") for name in kernel.arg_names if name.endswith("_ptr")}
+    if not has_adjusted and "adjusted_ptr" in types:
+        types["adjusted_ptr"] = types["logits_ptr"]
     others = [name for name in kernel.arg_names if name not in types]
     compiled = compile_for_h200(kernel, constants, types, not_of_16=others, num_warps=num_warps, is_fused=False)
     ptx = compiled.asm["ptx"]
     line = {
         "kernel": kernel.__name__,
-        "constants": constants,
+        "constants": constants | {"has_adjusted": has_adjusted},
         "shared_bytes": compiled.metadata.shared,
         "num_local": ptx.count(".local"),
         "num_fused": ptx.count("fma.rn.f32"),
@@ -45,14 +47,24 @@ def main() -> None:
     for of_mass in (False, True):
         for is_first in (False, True):
             options = {"IS_FIRST": is_first, "OF_MASS": of_mass, "stride_lv": 1}
-            compile_kernel(triton_search.digit_kernel, options | sizes, num_warps=launch.search_warps)
+            for has_adjusted in (False, True):
+                compile_kernel(
+                    triton_search.digit_kernel,
+                    options | sizes,
+                    num_warps=launch.search_warps,
+                    has_adjusted=has_adjusted,
+                )
         compile_kernel(triton_search.lowest_kernel, {"LAST_PASS": 7, "OF_MASS": of_mass, "PARTS": 16})
-    compile_kernel(triton_kernel.draw_kernel, {"HAS_MIN_P": True, "stride_lv": 1} | sizes)
-    one_pass = {"HAS_ADJUSTED": True, "stride_lv": 1, "PART": launch.part, "TILE": launch.tile}
-    for has_limits in (False, True):
-        rows = {"HAS_ROWS": True, "HAS_LIMITS": has_limits}
-        compile_kernel(triton_kernel.best_kernel, one_pass | rows)
-        compile_kernel(triton_kernel.pick_kernel, {"PARTS": 16} | rows)
+    one_pass = {"stride_lv": 1, "PART": launch.part, "TILE": launch.tile}
+    for has_adjusted in (False, True):
+        for has_min_p in (False, True):
+            options = {"HAS_MIN_P": has_min_p, "stride_lv": 1}
+            compile_kernel(triton_kernel.draw_kernel, options | sizes, has_adjusted=has_adjusted)
+        for has_rows, has_limits in ((False, False), (True, False), (True, True)):
+            options = {"HAS_ADJUSTED": has_adjusted, "HAS_ROWS": has_rows, "HAS_LIMITS": has_limits}
+            compile_kernel(triton_kernel.best_kernel, one_pass | options, has_adjusted=has_adjusted)
+    for has_rows, has_limits in ((False, False), (True, False), (True, True)):
+        compile_kernel(triton_kernel.pick_kernel, {"PARTS": 16, "HAS_ROWS": has_rows, "HAS_LIMITS": has_limits})
     compile_kernel(triton_adjust.penalise_kernel, {"BLOCK": triton_adjust.BLOCK, "stride_lv": 1})
     compile_kernel(triton_adjust.bias_kernel, {"BLOCK": triton_adjust.BLOCK_BIASES})
     compile_kernel(triton_logprobs.normalise_kernel, {"BLOCK": triton_logprobs.BLOCK, "stride_lv": 1}, num_warps=8)

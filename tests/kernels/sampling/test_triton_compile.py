@@ -17,8 +17,9 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.kernels.sampling.compile_kernels"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    compiled = {line["kernel"]: line for line in map(json.loads, done.stdout.splitlines())}
-    assert len(compiled) == 8
-    assert all(kernel["num_local"] == 0 for kernel in compiled.values()), "an array lies in local memory"
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len({line["kernel"] for line in compiled}) == 8
+    assert all(line["num_local"] == 0 for line in compiled), "an array lies in local memory"
     # The CPU rounds each product and each sum.
-    assert compiled["penalise_kernel"]["num_fused"] == compiled["bias_kernel"]["num_fused"] == 0
+    rounded = [line for line in compiled if line["kernel"] in ("penalise_kernel", "bias_kernel")]
+    assert len(rounded) == 2 and all(line["num_fused"] == 0 for line in rounded)
