@@ -42,7 +42,6 @@ OF_VLLM = {
     "trust_remote_code": "leave it out: code of a checkpoint is never run",
     "tensor_parallel_size": "leave it out: a model runs on one device",
     "pipeline_parallel_size": "leave it out: a model runs on one device",
-    "quantization": "leave it out: the form of the weights follows from the checkpoint",
     "seed": "give a seed in SamplingParams",
 }
 # What this module gives itself.
