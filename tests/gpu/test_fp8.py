@@ -75,6 +75,18 @@ def test_a_product_equals_the_definition(case: linear_cases.Case) -> None:
     assert_close(actual.cpu(), expected, magnitude=float(expected.float().abs().max()) if expected.numel() else 1.0)
 
 
+@pytest.mark.parametrize(("out_features", "in_features"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_a_row_has_the_same_bits_beside_other_rows(out_features: int, in_features: int) -> None:
+    """torch chooses the product's kernel by the number of rows."""
+    generator = torch.Generator(CUDA).manual_seed(0)
+    x = quantize_rows(torch.randn(300, in_features, device=CUDA, generator=generator, dtype=torch.bfloat16))
+    weight = quantize_rows(torch.randn(out_features, in_features, device=CUDA, generator=generator))
+    whole = fp8_linear(x, weight, None, torch.bfloat16)
+    for begin, end in ((0, 1), (7, 8), (0, 16), (0, 64)):
+        part = Fp8Rows(x.codes[begin:end], x.scales[begin:end])
+        assert torch.equal(fp8_linear(part, weight, None, torch.bfloat16), whole[begin:end]), f"rows {begin} to {end}"
+
+
 def test_a_weight_that_no_gpu_multiplies_is_refused_by_its_size() -> None:
     rows = quantize_rows(torch.ones(24, 40, device=CUDA))
     with pytest.raises(ValueError, match="the product is of 24 outputs and 40 inputs, want multiples of 16"):
