@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 # Kernels are compiled for ranges of ranks. If a rank between these needs another kernel, that is compiled when it
 # comes. DoRA scales and biases do not depend on the rank, so one case covers them.
 ADAPTERS = ((8, False), (16, False), (16, True), (32, False), (64, False))  # rank, whether it has such vectors
-# Tokens of a prefill: from 512 on blocks have 32 tokens of an adapter; and an odd number.
-LONG_CHUNK, SHORT_CHUNK = 512, 17
+# Tokens of a prefill: from 512 on blocks have 32 tokens of an adapter; with more than 64 neither norms nor rotations
+# expand; and an odd number.
+LONG_CHUNK, MIDDLE_CHUNK, SHORT_CHUNK = 512, 128, 17
 # Rows that decode: libraries choose other kernels for more rows, and load each at its first use.
 MANY_ROWS = (16, 64)
 # Long enough for attention to a sequence to be cut in parts.
@@ -33,6 +34,9 @@ LONG_CONTEXT = 4096
 
 _GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _DRAWN = replace(_GREEDY, temperature=1.0)
+# Most requests with a limit have no adjustment, and their positions are on the device.
+_LIMITED = replace(_DRAWN, top_k=20, top_p=0.9)
+_FILTERED = replace(_LIMITED, min_p=0.01)
 _EVERYTHING = RowSampling(
     temperature=0.7,
     top_k=20,
@@ -71,12 +75,16 @@ def cases(captured_sizes: Sequence[int] = ()) -> list[Case]:
         # The largest step goes first: if memory is short, the worker says so at once.
         Case(MAX_ROWS, MAX_STEP_TOKENS, sampling=_EVERYTHING),
         *(Case(num_rows, 1) for num_rows in sorted({*MANY_ROWS, *captured_sizes})),
-        *(Case(num_rows, SHORT_CHUNK, sampling=sampling) for num_rows in (1, 3) for sampling in (_DRAWN, _EVERYTHING)),
+        *(
+            Case(num_rows, SHORT_CHUNK, sampling=sampling)
+            for num_rows in (1, 3, MANY_ROWS[0])
+            for sampling in (_DRAWN, _LIMITED, _FILTERED, _EVERYTHING)
+        ),
         *(Case(num_rows, LONG_CHUNK, num_context) for num_rows in (1, 3) for num_context in (0, LONG_CONTEXT)),
         *(
             Case(num_rows, num_tokens, rank=rank, has_vectors=has_vectors)
             for rank, has_vectors in ADAPTERS
-            for num_rows, num_tokens in ((1, LONG_CHUNK), (3, 1))
+            for num_rows, num_tokens in ((1, LONG_CHUNK), (1, MIDDLE_CHUNK), (3, 1))
         ),
     ]
 

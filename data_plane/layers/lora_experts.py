@@ -89,6 +89,12 @@ class LoraExperts(nn.Module):
         summed = weighted[back].view(len(hidden_states), num_top_k, -1).sum(dim=1)
         return summed.to(hidden_states.dtype)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        weight: torch.Tensor = self.experts.down_proj
+        return weight.dtype
+
     def target_weight(self, target_name: str) -> torch.Tensor:
         """[out, in] of one expert's product, for a target name with the expert's index."""
         path, part = target_name.rsplit(".", 1)

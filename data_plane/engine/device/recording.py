@@ -11,12 +11,15 @@ from data_plane.config import WorkerConfig
 from data_plane.engine.device.step_graphs import CudaRecorder, Recorder
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import ConfigError
+from data_plane.layers.lora_experts import LoraExperts
 from kernels.devices import has_triton
 
 logger = logging.getLogger(__name__)
 
 # What KV blocks leave for graphs. They share one pool, as large as the largest step that is recorded.
 GRAPH_BYTES = 512 << 20
+# Major compute capabilities on which torch groups products in bfloat16 without the host.
+GROUPED_ON_DEVICE = (9, 10)
 
 
 def check_graphs(config: WorkerConfig, device_type: str) -> None:
@@ -36,7 +39,7 @@ def record_graphs(engine: TorchEngine, config: WorkerConfig, recorder: Recorder 
     sizes = config.graph_sizes("cuda" if recorder is not None else device_type)
     if not sizes:
         return False
-    reason = _settings_against(config, device_type if recorder is None else "cuda")
+    reason = _settings_against(config, device_type if recorder is None else "cuda") or _model_against(engine)
     if reason is None:
         try:
             logger.info("recording graphs", extra=shown("recording the steps that decode"))
@@ -64,6 +67,25 @@ def _settings_against(config: WorkerConfig, device_type: str) -> str | None:
     if config.speculative != "off":
         return f"steps with --speculative {config.speculative} are built on the host"
     return None
+
+
+def _model_against(engine: TorchEngine) -> str | None:
+    device = engine.kv_cache.keys[0].device
+    experts = next((each for each in engine.model.model.modules() if isinstance(each, LoraExperts)), None)
+    if experts is None or device.type != "cuda":
+        return None
+    return experts_against(experts.dtype, torch.cuda.get_device_capability(device))
+
+
+def experts_against(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+    """Why steps with grouped products of this dtype are not recorded; None: they are.
+
+    Elsewhere torch's grouped_mm reads the sizes of the groups on the host (ATen/native/GroupedMMUtils.h).
+    """
+    if dtype == torch.bfloat16 and capability[0] in GROUPED_ON_DEVICE:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"products of experts in {name} wait for a device of compute capability {capability[0]}.{capability[1]}"
 
 
 def _refusal(config: WorkerConfig, reason: str) -> ConfigError:

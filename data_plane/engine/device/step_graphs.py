@@ -73,8 +73,11 @@ class CudaRecorder:
         body()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Loader threads may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Loader threads may allocate meanwhile. A capture that fails leaves its stream as the thread's current one.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             outputs = body()
         return _CudaGraph(graph, outputs)
 
@@ -101,6 +104,7 @@ class StepGraphs:
         self._recorder = recorder
         self._sizes = sorted(sizes)
         self._graphs: dict[GraphKey, Graph] = {}
+        self._failed = set[GraphKey]()  # could not be recorded while requests waited
         # What graphs read. Behind the rows of the step there are none.
         device = device_rows.last_tokens.device
         self._row_ids, self._token_slots = (
@@ -143,10 +147,8 @@ class StepGraphs:
         if not fitting:
             return None
         key = GraphKey(size, replace(fitting[0], has_vectors=needed.has_vectors, has_experts=needed.has_experts))
-        if key not in self._graphs:
-            # Few adapters have vectors, or change experts: such a graph is recorded when the first of them decodes.
-            self._record(key)
-        return key
+        # Few adapters have vectors, or change experts: such a graph is recorded when the first of them decodes.
+        return key if key in self._graphs or self._record_late(key) else None
 
     def run(
         self, key: GraphKey, decoding: Int64Array, token_slots: Int32Array
@@ -167,6 +169,18 @@ class StepGraphs:
         graph.replay()
         logits, completion_index = graph.outputs
         return logits[:count], completion_index[:count], row_ids
+
+    def _record_late(self, key: GraphKey) -> bool:
+        """Record a graph while requests wait. False where that fails, now or before: such steps run without one."""
+        if key in self._failed:
+            return False
+        try:
+            self._record(key)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one, and others have no class of their own
+            logger.warning("graph not recorded key=%s: %s", key, error)
+            self._failed.add(key)
+            return False
+        return True
 
     @torch.inference_mode()
     def _record(self, key: GraphKey) -> None:

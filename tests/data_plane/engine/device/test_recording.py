@@ -12,7 +12,7 @@ import torch
 
 from data_plane.config import GRAPH_SIZES
 from data_plane.engine.build import build_engine
-from data_plane.engine.device.recording import record_graphs
+from data_plane.engine.device.recording import experts_against, record_graphs
 from data_plane.engine.device.step_graphs import Graph
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import ConfigError
@@ -80,6 +80,24 @@ def test_speculation_builds_its_steps_on_the_host(engine: TorchEngine, checkpoin
     config = worker_config(checkpoint, cuda_graphs="8", speculative="ngram")
     with pytest.raises(ConfigError, match="steps with --speculative ngram are built on the host"):
         record_graphs(engine, config, Reruns())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "is_recorded"),
+    [
+        (torch.bfloat16, (9, 0), True),
+        (torch.bfloat16, (10, 0), True),
+        (torch.float16, (9, 0), False),
+        (torch.bfloat16, (8, 9), False),
+        (torch.bfloat16, (12, 0), False),
+    ],
+)
+def test_experts_are_recorded_where_their_products_need_no_host(
+    dtype: torch.dtype, capability: tuple[int, int], is_recorded: bool
+) -> None:
+    reason = experts_against(dtype, capability)
+    assert (reason is None) == is_recorded
+    assert is_recorded or f"of compute capability {capability[0]}.{capability[1]}" in str(reason)
 
 
 @pytest.mark.parametrize("value", ["on", "0", "8,", "1,300", "-1", "1.5"])

@@ -14,12 +14,12 @@ import torch
 from control_plane.registry.model.base_model import BaseModel
 from data_plane.adapters.step.lora_step import LoraTier
 from data_plane.engine.build import build_engine
-from data_plane.engine.device.step_graphs import TIERS, GraphKey, StepGraphs
+from data_plane.engine.device.step_graphs import TIERS, Graph, GraphKey, StepGraphs
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import RowSampling
 from kernels import native
 from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS, experts_of
-from tests.data_plane.engine.device.reruns import Reruns
+from tests.data_plane.engine.device.reruns import Body, Reruns
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array
 from tests.data_plane.engine.test_engine import PROMPT
 from tests.data_plane.engine.test_oracle import worker_config
@@ -106,6 +106,35 @@ def test_replayed_steps_of_every_architecture_have_its_tokens(arch: str, as_on_a
     Planner(engine, chunk=3, max_running=4).run(found)
     assert [job.tokens for job in found] == [job.tokens for job in expected]
     assert recorder.num_replays > 2
+
+
+class FailingLate(Reruns):
+    """Fails once requests wait."""
+
+    is_late = False
+    num_tried = 0
+
+    def record(self, body: Body) -> Graph:
+        if self.is_late:
+            self.num_tried += 1
+            raise torch.OutOfMemoryError("no memory left for a graph")
+        return super().record(body)
+
+
+def test_a_graph_that_cannot_be_recorded_while_requests_wait_is_left_out(
+    plain: TorchEngine, as_on_a_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = FailingLate()
+    engine, graphs = with_graphs(plain, recorder, (4,))
+    recorder.is_late = True
+    expected, found = jobs([2, None], GREEDY), jobs([2, None], GREEDY)  # slot 2 has DoRA
+    Planner(plain, chunk=3).run(expected)
+    Planner(engine, chunk=3).run(found)
+    assert [job.tokens for job in found] == [job.tokens for job in expected]
+    assert recorder.num_tried == 1, "it is not tried again in each step"
+    assert "graph not recorded" in caplog.text and all(
+        key.tier != replace(TIERS[0], has_vectors=True) for key in graphs.keys
+    )
 
 
 def test_recording_changes_no_row_and_no_kv(plain: TorchEngine, as_on_a_gpu: None) -> None:
