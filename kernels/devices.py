@@ -67,11 +67,18 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def packs_uploads(device: torch.device) -> bool:
+    """Whether arrays go to the device together. On a CPU nothing is copied, so that packing is work for nothing."""
+    return device.type != "cpu"
+
+
 def upload_all(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-    """The arrays on the device by one copy; the tensors share no memory with them.
+    """The arrays on the device by one copy, see `upload`.
 
     Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
     """
+    if not packs_uploads(device):
+        return [upload(array, device) if array.size else torch.from_numpy(array) for array in arrays]
     places = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()
     packed = np.zeros(places[-1], dtype=np.uint8)
     for place, array in zip(places, arrays, strict=False):
