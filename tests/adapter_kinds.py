@@ -21,6 +21,23 @@ from tests.data_plane.engine.expert_files import merged, write_one_by_one
 from tests.makers import make_adapter, make_classifier, make_converted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What PEFT says while it makes and loads these adapters.
+PEFT_WARNINGS = (
+    "ignore:`lora_bias=True` was passed",
+    "ignore:.*merging LoRA weights won't be possible",
+    "ignore:.*changes the base weights of the model",
+    "ignore:.*save_embedding_layers",
+    "ignore:.*embedding layer has been resized",
+    "ignore:.*ensure_weight_tying",
+    "ignore:Adapter '.*LoRA tensor",
+    "ignore:.*have invalid shape",
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
+    "ignore:.*target_parameters",
+    "ignore:.*did not match any targeted",
+    "ignore:Careful, disabling adapter layers with bias",
+    "ignore:.*fan_in_fan_out is set to True",
+    "ignore:Unexpected keyword arguments",
+)
 VOCAB_SIZE = 256
 NUM_LABELS = 3
 TOOL = "<tool>"  # a token that one kind adds; its id is the last of that kind's vocabulary

@@ -38,7 +38,7 @@ def part_of(op: str) -> str:
         ("plain_linear", PRODUCTS),
         ("lora", LORA),
         ("attention", ATTENTION),
-        *((other, OTHER) for other in ("rms_norm", "rotate_store", "store_kv", "gate", "sample")),
+        *((other, OTHER) for other in ("rms_norm", "rotate_store", "store_kv", "gate", "sample", "forbid")),
     ):
         if op.startswith(beginning):
             return part

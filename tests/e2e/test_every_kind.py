@@ -37,7 +37,7 @@ from data_plane.adapters.format.manifest import read_manifest
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import AdapterSource
-from tests.adapter_kinds import CONFIG, NUM_LABELS, SIZES, VOCAB_SIZE, Kind, Made, kinds_of, make
+from tests.adapter_kinds import CONFIG, NUM_LABELS, PEFT_WARNINGS, SIZES, VOCAB_SIZE, Kind, Made, kinds_of, make
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.data_plane.engine.test_token_rows import PeftModelOf
 from tests.e2e.distributions import TOLERANCE
@@ -60,21 +60,7 @@ COMBINED: dict[str, tuple[Combination, dict[str, float]]] = {
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),  # PEFT makes forty adapters first
-    pytest.mark.filterwarnings(
-        "ignore:`lora_bias=True` was passed",
-        "ignore:.*merging LoRA weights won't be possible",
-        "ignore:.*changes the base weights of the model",
-        "ignore:.*save_embedding_layers",
-        "ignore:.*embedding layer has been resized",
-        "ignore:.*ensure_weight_tying",
-        "ignore:Adapter '.*LoRA tensor",
-        "ignore:.*have invalid shape",
-        "ignore:.*target_parameters",
-        "ignore:.*did not match any targeted",
-        "ignore:Careful, disabling adapter layers with bias",
-        "ignore:.*fan_in_fan_out is set to True",
-        "ignore:Unexpected keyword arguments",
-    ),
+    pytest.mark.filterwarnings(*PEFT_WARNINGS),
 ]
 
 

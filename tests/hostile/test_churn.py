@@ -6,25 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.adapter_kinds import kinds_of
+from tests.adapter_kinds import PEFT_WARNINGS, kinds_of
 from tests.hostile.churn.ledger import Ledger
 from tests.hostile.churn.world import NUM_STABLE, World
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),  # PEFT makes thirty adapters first
-    pytest.mark.filterwarnings(
-        "ignore:`lora_bias=True` was passed",
-        "ignore:.*save_embedding_layers",
-        "ignore:.*embedding layer has been resized",
-        "ignore:.*ensure_weight_tying",
-        "ignore:Adapter '.*LoRA tensor",
-        "ignore:.*have invalid shape",
-        "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
-        "ignore:.*target_parameters",
-        "ignore:.*did not match any targeted",
-        "ignore:Setting `save_embedding_layers`",
-    ),
+    pytest.mark.filterwarnings(*PEFT_WARNINGS),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import httpx
@@ -82,16 +83,14 @@ def test_probes_and_the_version_need_no_key(served: Served) -> None:
 
 def test_requests_are_counted_by_route_and_status(served: Served) -> None:
     def samples() -> dict[tuple[str, str, str], float]:
+        """Values by name, route and status or bound, summed over all methods."""
+        values: dict[tuple[str, str, str], float] = defaultdict(float)
         text = httpx.get(f"{served.gateway.url}/metrics", timeout=WAIT_S).text
-        return {
-            (
-                sample.name,
-                sample.labels.get("route", ""),
-                sample.labels.get("status", sample.labels.get("le", "")),
-            ): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                label = sample.labels.get("status", sample.labels.get("le", ""))
+                values[sample.name, sample.labels.get("route", ""), label] += sample.value
+        return values
 
     count = "motet_gateway_requests_total"
     before = samples()

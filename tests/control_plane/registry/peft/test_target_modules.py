@@ -81,7 +81,7 @@ def test_lora_on_stacked_parameters_is_distinguished_from_a_head_that_is_not_kno
         f"{base}model.layers.0.mlp.stack.base_layer.lora_A.weight": np.ones((8, 4), "<f4"),
         f"{base}model.layers.0.mlp.stack.lora_A.weight": np.ones((8, 4), "<f4"),
     }
-    with pytest.raises(InvalidAdapter, match="LoRA on stacked parameters"):
+    with pytest.raises(InvalidAdapter, match="belongs to LoRA on a parameter of a linear, which is not served"):
         register(tmp_path / "a", stacked, NOTHING)
     head = tensors() | {f"{base}output.base_layer.weight": np.ones((256, 16), "<f4")}
     with pytest.raises(InvalidAdapter) as refusal:
