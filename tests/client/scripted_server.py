@@ -154,6 +154,7 @@ class ScriptedServer(
         self.time_remaining_s: list[float] = []
         self.tenants: list[str | bytes | None] = []
         self.cancelled = threading.Event()
+        self.is_waiting = threading.Event()
         self.adapters: dict[str, adapters_pb2.Adapter] = {}
         self.registration: adapters_pb2.Registration | None = None
         self.version_digests = [f"{number:064x}" for number in (3, 2, 1)]
@@ -203,10 +204,11 @@ class ScriptedServer(
             yield generation_pb2.GenerateWithTaskResponse(response=response)
 
     def waiting_for_cancel(self, *first: Response) -> Script:
-        """Sends `first`, then nothing more until the client cancels, which sets `cancelled`."""
+        """Sets `is_waiting` and sends `first`, then nothing more until the client cancels, which sets `cancelled`."""
 
         def script(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
             context.add_callback(self.cancelled.set)
+            self.is_waiting.set()
             yield from first
             assert self.cancelled.wait(30), "the client never cancelled"
 

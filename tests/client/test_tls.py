@@ -110,6 +110,7 @@ async def test_the_asyncio_client_uses_changed_files_too(files: dict[str, Any], 
             server.scripts.append(server.waiting_for_cancel(started()))
             stream = client.generate("hello")
             await client.status()
+            assert await asyncio.to_thread(server.is_waiting.wait, 30)
             CA.issue("bob").write(tmp_path, "client")
             await client.status()
             assert seen == ["alice", "bob"] and not server.cancelled.is_set()
