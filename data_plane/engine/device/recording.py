@@ -85,7 +85,8 @@ def experts_against(dtype: torch.dtype, capability: tuple[int, int]) -> str | No
     if dtype == torch.bfloat16 and capability[0] in GROUPED_ON_DEVICE:
         return None
     name = str(dtype).removeprefix("torch.")
-    return f"products of experts in {name} wait for a device of compute capability {capability[0]}.{capability[1]}"
+    device = f"a device of compute capability {capability[0]}.{capability[1]}"
+    return f"on {device}, products of experts in {name} need the host"
 
 
 def _refusal(config: WorkerConfig, reason: str) -> ConfigError:
