@@ -22,6 +22,9 @@ _MARKS = (
     *("ccess_token", "ccessToken", "CCESS_TOKEN", "ession_token", "essionToken", "SESSION_TOKEN", "efresh_token"),
     *("HF_TOKEN", "hf_token", "ecurity-", "ccess_key"),
 )
+# Texts of these alone have none of the forms below: each form has a colon, an equals sign, a comma, a dot, an underscore,
+# a quote or white space. Most digests, ids and names of adapters are such texts, and are told by one look.
+_is_plain = re.compile(r"[0-9A-Za-z/-]*").fullmatch
 # The header `authorization` in each form in which packages log it: `name: value`, and pairs of quoted texts. The value
 # begins with a scheme; parameters with commas between them may follow. Bearer has a pattern of its own.
 _SCHEMES = "basic|digest|negotiate|ntlm|token|apikey|sharedkey(?:lite)?|aws4-[a-z0-9-]+|goog4-[a-z0-9-]+"
@@ -60,7 +63,7 @@ _PATTERNS = (
 
 def redacted(text: str) -> str:
     """`text` without what has the form of a secret: passwords in URLs, bearer tokens, API keys, private keys."""
-    if not any(mark in text for mark in _MARKS):
+    if _is_plain(text) or not any(mark in text for mark in _MARKS):
         return text
     for pattern, shown in _PATTERNS:
         text = pattern.sub(shown, text)
