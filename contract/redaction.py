@@ -23,7 +23,7 @@ _MARKS = (
     *("HF_TOKEN", "hf_token", "ecurity-", "ccess_key"),
 )
 # Texts of these alone have none of the forms below: each form has a colon, an equals sign, a comma, a dot, an
-# underscore, a quote or white space. Most digests, ids and names of adapters are such texts, and are told by one look.
+# underscore, a quote or white space. Most digests, ids and names of adapters are such texts. One look finds them.
 _is_plain = re.compile(r"[0-9A-Za-z/-]*").fullmatch
 # The header `authorization` in each form in which packages log it: `name: value`, and pairs of quoted texts. The value
 # begins with a scheme; parameters with commas between them may follow. Bearer has a pattern of its own.
