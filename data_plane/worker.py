@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from motet.command_line import WRONG_COMMAND_LINE, Parser
 
+from contract.addresses import is_loopback
 from contract.metrics.port import cannot_listen, check_can_listen
 from contract.model_dir import why_no_checkpoint
 from contract.process_log import configure_logging, shown
@@ -209,7 +210,7 @@ def source_factory(config: WorkerConfig, tier: HostTier | None = None) -> Source
     def open_source(stub: WorkerServiceStub, welcome: plan_pb2.Welcome) -> AdapterSource:
         from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource, HostCacheSource
 
-        direct = ControlPlaneSource(stub, config.worker_id)
+        direct = ControlPlaneSource(stub, config.worker_id, reads_files=is_loopback(config.control_plane))
         access, reason = host_cache_access(config, welcome)
         if access is not None:
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 
 from motet.command_line import byte_size
 
+from contract.addresses import is_loopback
 from contract.settings import flags
 from contract.settings.flags import optional_path, setting
 
@@ -243,12 +243,3 @@ def _check_jwks_url(url: str) -> None:
         )
     if urlsplit(url).port == 0:
         raise ValueError("--jwt-jwks: has port 0; give the port of the server")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches HOST:PORT. A name other than localhost may be anything."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

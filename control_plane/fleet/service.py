@@ -12,10 +12,10 @@ from urllib.parse import unquote
 
 import grpc
 
+from contract.addresses import is_loopback
 from contract.process_log import printable
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.access.principal import Principal
-from control_plane.access.settings import is_loopback
 from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import acting_as, current_caller

@@ -11,7 +11,8 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Never, cast
 
 import grpc
 import pytest
@@ -63,8 +64,8 @@ def test_no_checkpoint_and_an_unknown_flag_end_with_one_line(
     assert capsys.readouterr().err == "motet worker: unrecognized arguments: --nonsense; see motet worker --help\n"
 
 
-def worker_config(tmp_path: Path, **settings: Any) -> WorkerConfig:
-    return WorkerConfig(control_plane="127.0.0.1:1", model_dir=tmp_path, worker_id="w0", **settings)
+def worker_config(tmp_path: Path, control_plane: str = "127.0.0.1:1", **settings: Any) -> WorkerConfig:
+    return WorkerConfig(control_plane=control_plane, model_dir=tmp_path, worker_id="w0", **settings)
 
 
 def test_a_built_worker_is_frozen_and_its_threads_take_short_turns() -> None:
@@ -126,6 +127,22 @@ def test_without_a_password_adapters_come_through_the_control_plane_and_the_log_
         assert isinstance(make_source(stub, welcome("unix://motet-worker@/s")), FallbackSource)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith("the host cache needs a password") and "--worker-redis-password-file" in warning
+
+
+@pytest.mark.parametrize(("address", "reads_files"), [("127.0.0.1:1", True), ("head.example:50052", False)])
+def test_only_a_control_plane_of_this_machine_may_name_files(tmp_path: Path, address: str, reads_files: bool) -> None:
+    requested: list[plan_pb2.FetchAdapterRequest] = []
+
+    def fetch(request: plan_pb2.FetchAdapterRequest, timeout: float) -> Never:
+        requested.append(request)
+        raise ValueError("closed")  # as gRPC says of a closed channel
+
+    source = source_factory(worker_config(tmp_path, control_plane=address))(
+        cast(WorkerServiceStub, SimpleNamespace(FetchAdapter=fetch)), welcome("")
+    )
+    with pytest.raises(AdapterUnavailable):
+        source.open("a" * 64)
+    assert [request.reads_files for request in requested] == [reads_files]
 
 
 def test_a_worker_with_certificates_for_redis_reads_none_without_tls(tmp_path: Path) -> None:

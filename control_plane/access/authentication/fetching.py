@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from contract.addresses import is_loopback
 from control_plane.access.authentication.grants import InvalidAccessFile
-from control_plane.access.settings import is_loopback
 
 MAX_BYTES = 1 << 20
 SOCKET_TIMEOUT_S = 10.0  # of one read, and of each handshake

@@ -118,15 +118,22 @@ class ControlPlaneSource:
     """
 
     def __init__(
-        self, stub: plan_pb2_grpc.WorkerServiceStub, worker_id: str, *, timeout_s: float = FETCH_TIMEOUT_S
+        self,
+        stub: plan_pb2_grpc.WorkerServiceStub,
+        worker_id: str,
+        *,
+        reads_files: bool = False,
+        timeout_s: float = FETCH_TIMEOUT_S,
     ) -> None:
+        """`reads_files`: whether the control plane is on this machine, and may name files of it."""
         self._stub = stub
         self._worker_id = worker_id
+        self._reads_files = reads_files
         self._timeout_s = timeout_s
 
     def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
         """See AdapterSource."""
-        data, pieces = self._begin(digest, reads_files=True)
+        data, pieces = self._begin(digest, reads_files=self._reads_files)
         return data, self._chunks(read_manifest(data, digest), pieces)
 
     def _begin(self, digest: str, *, reads_files: bool) -> tuple[bytes, _Pieces]:
@@ -146,7 +153,7 @@ class ControlPlaneSource:
         num_read = 0
         try:
             piece = next(pieces, None)
-            if piece is None or piece.WhichOneof("part") != "files":
+            if piece is None or piece.WhichOneof("part") != "files" or not self._reads_files:
                 yield from _sent_chunks(manifest, piece, pieces)
                 return
             try:

@@ -48,6 +48,7 @@ class Servicer(plan_pb2_grpc.WorkerServiceServicer):
         self.stop_after: int | None = None  # pieces, then the call aborts
         self.missing_code = grpc.StatusCode.NOT_FOUND
         self.paths: list[str] = []  # that requests which read files get in place of the chunks
+        self.always_names_files = False  # whether others get them too
 
     def FetchAdapter(  # noqa: N802
         self, request: plan_pb2.FetchAdapterRequest, context: grpc.ServicerContext
@@ -57,7 +58,7 @@ class Servicer(plan_pb2_grpc.WorkerServiceServicer):
         if packed is None:
             context.abort(self.missing_code, "no such adapter")
         yield plan_pb2.FetchAdapterResponse(manifest=packed.manifest)
-        if request.reads_files and self.paths:
+        if (request.reads_files or self.always_names_files) and self.paths:
             yield plan_pb2.FetchAdapterResponse(files=plan_pb2.AdapterFiles(paths=self.paths))
             return
         num_pieces = 0
@@ -75,15 +76,19 @@ def servicer() -> Servicer:
 
 
 @pytest.fixture
-def control_plane(servicer: Servicer) -> Iterator[ControlPlaneSource]:
+def stub(servicer: Servicer) -> Iterator[plan_pb2_grpc.WorkerServiceStub]:
     server = grpc.server(ThreadPoolExecutor(2))
     plan_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub = plan_pb2_grpc.WorkerServiceStub(channel)
-        yield ControlPlaneSource(stub, "w1", timeout_s=10)
+        yield plan_pb2_grpc.WorkerServiceStub(channel)
     server.stop(None).wait()
+
+
+@pytest.fixture
+def control_plane(stub: plan_pb2_grpc.WorkerServiceStub) -> ControlPlaneSource:
+    return ControlPlaneSource(stub, "w1", reads_files=True, timeout_s=10)
 
 
 @pytest.fixture
@@ -191,6 +196,21 @@ def test_files_that_the_control_plane_names_are_read(
     servicer.paths = [str(path) for path in write_files(tmp_path, packed)]
     assert read(control_plane, packed.digest) == (packed.manifest, packed.chunks)
     assert servicer.num_calls == 1
+
+
+def test_another_machine_may_name_no_files(
+    stub: plan_pb2_grpc.WorkerServiceStub, servicer: Servicer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker does not request files, and opens none that are named all the same."""
+    remote = ControlPlaneSource(stub, "w1", timeout_s=10)
+    monkeypatch.setattr("data_plane.adapters.format.sources.read_files", lambda *_: pytest.fail("a file was opened"))
+    packed = pack(9)
+    servicer.adapters[packed.digest] = packed
+    servicer.paths = [str(path) for path in write_files(tmp_path, packed)]
+    assert read(remote, packed.digest) == (packed.manifest, packed.chunks)
+    servicer.always_names_files = True
+    with pytest.raises(AdapterUnavailable, match="the control plane ended within chunk"):
+        read(remote, packed.digest)
 
 
 @pytest.mark.parametrize(
