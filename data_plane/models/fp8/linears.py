@@ -1,7 +1,7 @@
 """Holds the linears of a loaded model in FP8, and finds the norms and gates that write FP8 inputs for them.
 
-Head, embedding, routers and the experts of a mixture stay as they are, and so do linears that a GPU cannot multiply in
-FP8. The log names them.
+Head and embedding stay as they are. So do routers, the experts of a mixture, linears that adapters cannot target, and
+those that a GPU cannot multiply in FP8: the log names them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from data_plane.layers.gated_mlp import GatedMlp
 from data_plane.layers.lora_linear import LoraLinear
 from data_plane.layers.rms_norm import RmsNorm
 from data_plane.models.mixtures.parts import is_stacked
+from data_plane.models.probe import head_and_embedding
 from kernels.fp8 import Fp8Rows
 from kernels.fp8_linear import size_problem
 from kernels.fp8_rows import quantize_rows
@@ -31,17 +32,20 @@ logger = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def quantize_linears(model: PreTrainedModel, run: Callable[[], object]) -> None:
-    """Hold the weights of all LoraLinears in FP8, but for those that the log names. The head must not be one yet.
+    """Hold the weights of all LoraLinears in FP8. The log names what stays as it is. The head must not be one yet.
 
     `run` computes a pass of a few tokens. Raises ConfigError for a model without a linear that can be in FP8.
     """
     activations, left = Fp8Activations(), dict[str, list[str]]()
     num_linears = 0
+    head, _ = head_and_embedding(model)
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             reason = _weight_problem(module)
         elif is_stacked(module):
             reason = "experts"
+        elif isinstance(module, nn.Linear) and name != head:
+            reason = "no adapter can target them"
         else:
             continue
         if reason:

@@ -6,7 +6,8 @@ import torch
 
 from contract.fingerprint import NOT_QUANTIZED
 from data_plane.errors import ConfigError
-from kernels.fp8 import fp8_refusal
+from kernels.fp8 import FP8, Fp8Rows, fp8_refusal
+from kernels.fp8_linear import MULTIPLE, fp8_linear
 
 
 def check_device(quantization: str, device: torch.device) -> None:
@@ -17,7 +18,7 @@ def check_device(quantization: str, device: torch.device) -> None:
     if device.type != "cuda" or not torch.version.cuda:
         reason = f"{device.type} multiplies no FP8 weights, only NVIDIA GPUs from compute capability 8.9 on do"
     else:
-        reason = fp8_refusal(device, "FP8 weights")
+        reason = fp8_refusal(device, "FP8 weights") or _product_problem(device)
     if reason is not None:
         raise ConfigError(f"--quantization {quantization}: {reason}; give --quantization none")
 
@@ -30,3 +31,22 @@ def check_dtype(quantization: str, dtype: torch.dtype, device: torch.device) -> 
             f"{str(dtype).removeprefix('torch.')}; give --dtype bfloat16 to workers and control plane, or "
             "--quantization none"
         )
+
+
+def compute_product(device: torch.device) -> None:
+    """Compute the smallest product of FP8 rows on the device, to its end."""
+    codes = torch.zeros(MULTIPLE, MULTIPLE, dtype=FP8, device=device)
+    rows = Fp8Rows(codes, torch.ones(MULTIPLE, device=device))
+    fp8_linear(rows, rows, None, torch.bfloat16).cpu()
+
+
+def _product_problem(device: torch.device) -> str | None:
+    """Why this torch cannot multiply there; None: it can. Builds of torch have the product for some devices only."""
+    try:
+        compute_product(device)
+    except RuntimeError as error:  # torch has no narrower one
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return (
+            f"torch {torch.__version__} has no product of FP8 rows for {torch.cuda.get_device_name(device)}: {lines[0]}"
+        )
+    return None

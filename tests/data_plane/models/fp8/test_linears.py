@@ -13,6 +13,7 @@ from data_plane.layers.context import StepContext
 from data_plane.layers.fp8.activations import Fp8Activations
 from data_plane.layers.lora_linear import LoraLinear
 from data_plane.layers.rms_norm import RmsNorm
+from data_plane.models.fp8 import refusals
 from data_plane.models.fp8.linears import quantize_linears
 from data_plane.models.fp8.refusals import check_device, check_dtype
 from kernels.fp8 import Fp8Rows
@@ -21,10 +22,11 @@ CUDA = torch.device("cuda", 0)
 
 
 class Layer(nn.Module):
-    """A norm and a linear, and what happens to the norm's result between them."""
+    """A norm and a linear, and what happens to the norm's result between them. With a head and a linear that is not ours."""
 
     def __init__(self, between: Any) -> None:
         super().__init__()
+        self.plain, self.head = nn.Linear(32, 32), nn.Linear(32, 64)
         self.norm = RmsNorm(nn.Parameter(torch.ones(32)), 1e-5, 0.0)
         linear = nn.Linear(32, 16, bias=False).requires_grad_(False)
         self.linear = LoraLinear([linear], ["linear"], StepContext())
@@ -33,6 +35,12 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.linear(self.between(self.norm(x)))
         return output
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def get_input_embeddings(self) -> None:
+        return None
 
 
 @pytest.mark.parametrize(
@@ -52,6 +60,15 @@ def test_rows_are_written_only_for_a_tensor_that_a_linear_reads_as_it_is(between
         quantize_linears(layer, lambda: layer(x))
         assert (layer.norm.fp8 is not None) == is_trusted
         assert (layer(x) - expected).norm() < 0.05 * expected.norm()
+
+
+def test_linears_that_are_not_ours_stay_as_they_are_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    layer: Any = Layer(lambda x: x)
+    with caplog.at_level("WARNING"), torch.inference_mode():
+        quantize_linears(layer, lambda: layer(torch.ones(1, 32)))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith("is given: no adapter can target them: plain")
+    assert type(layer.plain) is nn.Linear and layer.plain.weight.dtype == torch.float32
 
 
 def test_a_weight_is_freed_and_read_through_its_codes() -> None:
@@ -78,12 +95,39 @@ def test_a_gpu_from_8_9_on_takes_fp8_weights(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     capabilities = {91: (8, 0), 92: (8, 9), 93: (9, 0)}  # by the device's number: what a device can do is kept
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
+    products: list[int | None] = []
+    monkeypatch.setattr(refusals, "compute_product", lambda device: products.append(device.index))
     for index in (92, 93):
         check_device("fp8", torch.device("cuda", index))
+    check_device("none", torch.device("cuda", 93))
+    assert products == [92, 93]
     with pytest.raises(
         ConfigError, match=r"NVIDIA A100 has compute capability 8\.0, FP8 weights need at least 8\.9; give --quant"
     ):
         check_device("fp8", torch.device("cuda", 91))
+
+
+def test_a_torch_without_the_product_is_refused_before_a_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch says it for a device that it was not built for."""
+
+    def no_product(_: torch.device) -> None:
+        raise RuntimeError("Rowwise scaling is not currently supported on your device\nException raised from ...")
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    monkeypatch.setattr(refusals, "compute_product", no_product)
+    with pytest.raises(ConfigError) as refused:
+        check_device("fp8", torch.device("cuda", 94))
+    assert str(refused.value) == (
+        f"--quantization fp8: torch {torch.__version__} has no product of FP8 rows for NVIDIA L4: Rowwise scaling is not "
+        "currently supported on your device; give --quantization none"
+    )
+
+
+def test_the_product_that_is_tried_is_one_that_a_gpu_takes() -> None:
+    """On a CPU the definition computes it, after the same checks of sizes and dtypes."""
+    refusals.compute_product(torch.device("cpu"))
 
 
 def test_a_gpu_serves_fp8_weights_in_bfloat16_alone() -> None:
