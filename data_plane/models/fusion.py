@@ -41,7 +41,8 @@ def fuse_model(model: PreTrainedModel, probe: ModelProbe, context: StepContext, 
     """Put fused layers into a model that runs under PROBE_NAME. Returns the probe of the changed model.
 
     The returned probe's `linear_names` lists the linears that are still transformers' own. Positions up to
-    max_model_len are tried, so that position-dependent differences show.
+    max_model_len are tried, so that position-dependent differences show. The given probe is used up: its
+    attention_layers are emptied one by one, so that only one attention has its weights twice at a time.
     """
     last = max_model_len - 1
     positions = torch.tensor([0, 1, last // 2, last - 1, last]).clamp(min=0)
@@ -50,13 +51,16 @@ def fuse_model(model: PreTrainedModel, probe: ModelProbe, context: StepContext, 
     layer_names = [name.rpartition(".")[0] for name in attention_names]
     recorder, kwargs = _watched_probe(model, positions, {*attention_names, *layer_names})
     free = set(probe.linear_names)
+    assert len(recorder.calls) == len(probe.attention_layers), "an attention was called more than once"
     attention_layers = []
-    for name, layer, call in zip(attention_names, probe.attention_layers, recorder.calls, strict=True):
+    for name in attention_names:
+        layer, call = probe.attention_layers.pop(0), recorder.calls.pop(0)
         fused = _tried(name, fused_attention, layer.module, name, call, kwargs.get(name, {}), free, context)
         if fused is not None:
             free -= set(fused.qkv.target_names)
             replace_module(model, name, fused)
-        attention_layers.append(replace(layer, module=fused or layer.module))
+            layer = replace(layer, module=fused)
+        attention_layers.append(layer)
     for name in layer_names:
         _fuse_norms_and_mlps(model, name, free, context)
     last_norm = _last_norm(model, layer_names)

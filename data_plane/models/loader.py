@@ -216,26 +216,26 @@ def load_model(
             f"config.json of model type {config.model_type} names no longest context ({', '.join(LENGTH_KEYS)}); give "
             "--max-model-len"
         )
-    context = StepContext()
-    fused = fuse_model(model, probe, context, length)
-    _replace_linears(model, fused, context, quantization)
+    context, num_linears = StepContext(), len(probe.linear_names)
+    probe = fuse_model(model, probe, context, length)
+    _replace_linears(model, probe, context, quantization)
     model.set_attn_implementation(ATTENTION_NAME)
     if device.type == "cpu":
         _leave_files(model)
-    add_adapters(model, fused.router_names, fused.expert_names, context)
+    add_adapters(model, probe.router_names, probe.expert_names, context)
     _replace_head(model, probe, context)
     _replace_embedding(model, probe, context)
     rotary = replace_rotary(model, context)
-    stacked = stack_layers(model, fused, context) if device.type == "cpu" else None
+    stacked = stack_layers(model, probe, context) if device.type == "cpu" else None
     logger.info(
         "model loaded type=%s dtype=%s device=%s layers=%d linears=%d",
         config.model_type,
         torch_dtype,
         device,
         len(probe.attention_layers),
-        len(probe.linear_names),
+        num_linears,
     )
-    return LoadedModel(model, fused, context, limit or length, torch_dtype, stacked, rotary)
+    return LoadedModel(model, probe, context, limit or length, torch_dtype, stacked, rotary)
 
 
 def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:

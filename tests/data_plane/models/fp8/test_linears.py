@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Layer(nn.Module):
-    """A norm and a linear, and what happens to the norm's result between them. With a head and a linear that is not ours."""
+    """A norm and a linear, and what happens to the norm's result between them. Also a head and another linear."""
 
     def __init__(self, between: Any) -> None:
         super().__init__()
@@ -120,8 +120,8 @@ def test_a_torch_without_the_product_is_refused_before_a_model_is_read(monkeypat
     with pytest.raises(ConfigError) as refused:
         check_device("fp8", torch.device("cuda", 94))
     assert str(refused.value) == (
-        f"--quantization fp8: torch {torch.__version__} has no product of FP8 rows for NVIDIA L4: Rowwise scaling is not "
-        "currently supported on your device; give --quantization none"
+        f"--quantization fp8: torch {torch.__version__} has no product of FP8 rows for NVIDIA L4: Rowwise scaling is "
+        "not currently supported on your device; give --quantization none"
     )
 
 
