@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from motet.command_line import WRONG_COMMAND_LINE, Parser
 
-from contract.addresses import is_loopback
 from contract.metrics.port import cannot_listen, check_can_listen
 from contract.model_dir import why_no_checkpoint
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import worker_ready
 from contract.redaction import redacted
 from contract.redis_access import RedisAccess, RedisTls
+from contract.settings.addresses import is_loopback
 from contract.v1 import plan_pb2
 from contract.v1.plan_pb2_grpc import WorkerServiceStub
 from data_plane import build_native

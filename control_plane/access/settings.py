@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from motet.command_line import byte_size
 
-from contract.addresses import is_loopback
 from contract.settings import flags
+from contract.settings.addresses import is_loopback
 from contract.settings.flags import optional_path, setting
 
 

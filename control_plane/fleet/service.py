@@ -12,8 +12,8 @@ from urllib.parse import unquote
 
 import grpc
 
-from contract.addresses import is_loopback
 from contract.process_log import printable
+from contract.settings.addresses import is_loopback
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.access.principal import Principal
 from control_plane.audit import actions

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from contract.addresses import is_loopback
+from contract.settings.addresses import is_loopback
 from control_plane.access.authentication.grants import InvalidAccessFile
 
 MAX_BYTES = 1 << 20

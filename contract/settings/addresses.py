@@ -1,4 +1,4 @@
-"""What an address HOST:PORT says about who reaches it."""
+"""What an address HOST:PORT of a setting says about who reaches it."""
 
 from __future__ import annotations
 

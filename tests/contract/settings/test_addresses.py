@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contract.addresses import is_loopback
+from contract.settings.addresses import is_loopback
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.8.9.1:1", "[::1]:2", "localhost:3"])
