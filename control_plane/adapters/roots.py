@@ -27,7 +27,10 @@ class AdapterRoots:
     async def find(self, source: str) -> AdapterSource:
         """What "{root}/{relative path}[@revision]" names. Raises as `files` does; a remote root is not read yet."""
         remote = None if self._remote is None else self._remote.find(source)
-        return LocalSource(await self.files(source), source) if remote is None else remote
+        if remote is not None:
+            return remote
+        files = await self.files(source)
+        return LocalSource(files, self._roots[source.partition("/")[0]], self._calls, source)
 
     async def files(self, source: str) -> dict[str, Path]:
         """Files of "{root}/{relative path}" by name. Raises PathNotAllowed, InvalidRequest or StoreUnavailable."""

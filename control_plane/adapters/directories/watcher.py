@@ -18,6 +18,7 @@ from contract.ids import ADAPTER_ID_FORM, is_adapter_id
 from contract.process_log import printable, shown
 from control_plane.adapters.directories.registrar import DirectoryRegistrar
 from control_plane.adapters.sources.adapter_directory import find_files
+from control_plane.adapters.sources.held_files import held_open
 from control_plane.errors import Exhausted, MotetError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,10 @@ class DirectoryWatcher:
             return self._refuse(name, f"its name is not a valid adapter id: {ADAPTER_ID_FORM}")
         folder, root = self._directory / name, self._directory.resolve()
         try:
-            files = await self._registrar.calls.read(partial(find_files, folder, described, below=root))
-            await self._registrar.register(name, files, source=str(folder), keeps_known=name not in self._done)
+            calls = self._registrar.calls
+            found = await calls.read(partial(find_files, folder, described, below=root))
+            async with held_open(calls, found, described, below=root) as files:
+                await self._registrar.register(name, files, source=str(folder), keeps_known=name not in self._done)
         except (Unavailable, Exhausted) as error:
             if self._waiting.get(name) != error.reason:
                 logger.warning("adapter directory waits folder=%s error=%s", printable(name), error)

@@ -13,13 +13,16 @@ from typing import Protocol
 
 from control_plane.adapters.sources import bucket_files
 from control_plane.adapters.sources.download import FIRST_WAIT_S, Download, files_in
+from control_plane.adapters.sources.held_files import held_open
 from control_plane.adapters.sources.hub import Hub
 from control_plane.adapters.sources.locations import HUB_SCHEME, RemoteRoot
 from control_plane.adapters.sources.partial_files import PartialFiles
 from control_plane.adapters.sources.progress import Progress
 from control_plane.adapters.sources.remote_adapter import RemoteAdapter
+from control_plane.checks import quoted
 from control_plane.daemon_threads import DaemonThreads
 from control_plane.registry.store.bucket import Bucket, open_bucket
+from control_plane.store_calls import StoreCalls
 
 DOWNLOADS_AT_ONCE = 4  # others wait
 
@@ -45,13 +48,17 @@ class LocalSource:
     """Files of a directory of the operator."""
 
     files: Mapping[str, Path]
+    below: Path  # every file has to lie there, also when it is opened
+    calls: StoreCalls  # open them
     source: str = ""
 
     @contextlib.asynccontextmanager
     async def open(self, progress: Progress) -> AsyncIterator[SourceFiles]:
         """See AdapterSource."""
         progress.phase = "check"
-        yield SourceFiles(self.files, self.source, may_change=True)
+        described = f"source {quoted(self.source)}"
+        async with held_open(self.calls, self.files, described, below=self.below) as files:
+            yield SourceFiles(files, self.source, may_change=True)
 
 
 class RemoteRoots:

@@ -16,6 +16,7 @@ from control_plane.adapters.directories.settings import DirectorySettings
 from control_plane.adapters.directories.watcher import DirectoryWatcher
 from control_plane.adapters.life_cycle import AdapterLifeCycle, Registration
 from control_plane.adapters.operations import OperationStore
+from control_plane.adapters.sources.adapter_directory import find_files
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import Caller, acting_as
 from control_plane.errors import StoreUnavailable
@@ -200,6 +201,23 @@ async def test_what_cannot_be_registered_is_named_once_and_the_others_go_on(rig:
 async def test_a_link_out_of_the_directory_is_refused(rig: Rig, caplog: Log) -> None:
     outside = rig.put("x", 1).rename(rig.tmp_path / "outside")
     (rig.directory / "a").symlink_to(outside)
+    await rig.look()
+    assert rig.digests("a") == [] and "leads out of its root" in caplog.text
+
+
+async def test_a_file_that_becomes_a_link_out_of_the_directory_is_never_read(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: Log
+) -> None:
+    outside = rig.put("x", 1).rename(rig.tmp_path / "outside")
+    weights = rig.put("a", 2) / WEIGHTS_FILE
+
+    def find_and_swap(folder: Path, described: str, *, below: Path) -> dict[str, Path]:
+        found = find_files(folder, described, below=below)
+        weights.unlink()
+        weights.symlink_to(outside / WEIGHTS_FILE)
+        return found
+
+    monkeypatch.setattr("control_plane.adapters.directories.watcher.find_files", find_and_swap)
     await rig.look()
     assert rig.digests("a") == [] and "leads out of its root" in caplog.text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from control_plane.adapters.sources.adapter_source import LocalSource
 from control_plane.caller import Caller, acting_as
 from control_plane.errors import AdapterNotActive, AdapterNotFound, Exhausted, OperationNotFound
 from control_plane.registry.ownership_change import OwnershipChange
+from control_plane.store_calls import StoreCalls
 from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST, FakeRegistry, FakeWeights
 from tests.control_plane.api.fakes import FakeFleet
 
@@ -63,7 +65,7 @@ async def test_placements_report_every_tier() -> None:
 
 async def test_registering_as_an_operation_gives_what_registering_gives() -> None:
     tiers = Tiers()
-    operation = tiers.life_cycle.start_registering(Registration("poet", display_name="Poet"), LocalSource({}))
+    operation = tiers.life_cycle.start_registering(Registration("poet", display_name="Poet"), NO_FILES)
     assert await operation.wait(60)
     assert operation.registered is not None and operation.registered.record.display_name == "Poet"
     assert tiers.weights.stored == [DIGEST]
@@ -81,15 +83,16 @@ async def test_deletions_that_wait_for_streams_stop_nobody_elses_work() -> None:
         await life_cycle.delete(name)
     await life_cycle.delete_version("poet", OTHER_DIGEST)
     registry.gate = asyncio.Event()
-    life_cycle.start_registering(Registration("bard"), LocalSource({}))
+    life_cycle.start_registering(Registration("bard"), NO_FILES)
     with pytest.raises(Exhausted, match="1 operations are running, at most 1"):  # this one works, and has its limit
-        life_cycle.start_registering(Registration("bard"), LocalSource({}))
+        life_cycle.start_registering(Registration("bard"), NO_FILES)
     registry.gate.set()
     gate.set()
     await tiers.operations.close(timeout_s=5)
     assert sorted(registry.records) == ["bard", "poet"]
 
 
+NO_FILES = LocalSource({}, Path("/"), StoreCalls())
 ACME = Caller("acme", Principal("key:a", of_roles({Role.ADAPTERS_WRITE}), ("acme",)))
 LABS = Caller("labs", Principal("key:l", of_roles({Role.ADAPTERS_WRITE}), ("labs",)))
 
