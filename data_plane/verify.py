@@ -13,7 +13,6 @@ adapter that cannot be compared it writes the reason into refusal.txt instead.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -23,9 +22,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from data_plane.adapters.format.manifest import Manifest, read_manifest, verify_chunk
-from data_plane.adapters.format.packed import read_chunk, read_rows
-from data_plane.merging import CannotMerge, ReplacedRows, merge_module, replace_rows, untie
+from data_plane.adapters.format.manifest import Manifest
+from data_plane.merging.model_modules import merge_module, replace_rows, untie
+from data_plane.merging.packed_files import PackedFiles
+from data_plane.merging.weights import CannotMerge
 
 REFUSED = 3  # the exit status of a process that wrote a refusal
 Prompt = dict[str, Any]
@@ -89,24 +89,16 @@ def logprobs(
 
 def merge(model: Any, work_dir: Path) -> int | None:
     """Put the packed adapter into the weights of the model. Returns the size of its own vocabulary, if it has one."""
-    data = (work_dir / "manifest.json").read_bytes()
-    manifest = read_manifest(data, hashlib.sha256(data).hexdigest())
-    if manifest.rope is not None:
-        _rotate(model, manifest)
-    untie(model, {module.name for chunk in manifest.chunks for module in chunk.modules})
-    untie(model, {part.name for chunk in manifest.chunks for part in chunk.rows})
-    rows: dict[str, list[ReplacedRows]] = {}
-    for index, chunk in enumerate(manifest.chunks):
-        content = (work_dir / str(index)).read_bytes()
-        verify_chunk(chunk, content, manifest.digest)
-        if chunk.modules:
-            for part in read_chunk(manifest, chunk, content):
-                merge_module(model, part)
-        for replaced in read_rows(manifest, chunk, content) if chunk.rows else ():
-            rows.setdefault(replaced.entry.name, []).append(ReplacedRows(replaced.ids, replaced.rows, replaced.bias))
-    for name, parts in rows.items():  # behind the merging: they have LoRA's part already
-        replace_rows(model.get_submodule(name), parts, manifest.num_tokens)
-    return manifest.num_tokens
+    packed = PackedFiles(work_dir)
+    if packed.manifest.rope is not None:
+        _rotate(model, packed.manifest)
+    untie(model, packed.modules.keys() | packed.rows.keys())
+    for index, _ in enumerate(packed.manifest.chunks):
+        for part in packed.read_modules(index):
+            merge_module(model, part)
+    for name in packed.rows:  # behind the merging: they have LoRA's part already
+        replace_rows(model.get_submodule(name), packed.read_rows(name), packed.manifest.num_tokens)
+    return packed.manifest.num_tokens
 
 
 def _rotate(model: Any, manifest: Manifest) -> None:

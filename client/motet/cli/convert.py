@@ -1,4 +1,7 @@
-"""`motet convert`: adapters between PEFT's files and TensorRT-LLM's arrays. No server is needed, nor called."""
+"""`motet convert`: adapters between PEFT's files and TensorRT-LLM's arrays, and into the weights of their base model.
+
+No server is needed, nor called.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,22 @@ from pathlib import Path
 
 from motet.cli import exits
 from motet.cli.context import Subparsers
+from motet.cli.local import merge
 from motet.cli.output import json_line
 
 
 def add_parser(commands: Subparsers) -> None:
     """Declares the group."""
-    group = commands.add_parser("convert", help="convert adapters between PEFT's and TensorRT-LLM's format")
+    group = commands.add_parser(
+        "convert", help="convert adapters between PEFT's and TensorRT-LLM's format, or merge them"
+    )
     actions = group.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     def action(name: str, help_text: str) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = actions.add_parser(name, help=help_text, description=help_text)
         parser.add_argument("directory", metavar="DIR", type=Path, help="holds the adapter")
-        parser.add_argument("out", metavar="OUT", type=Path, help="directory to write to; it is made if need be")
+        made = "a new directory to write to" if name == "merge" else "directory to write to; it is made if need be"
+        parser.add_argument("out", metavar="OUT", type=Path, help=made)
         parser.add_argument("--json", action="store_true", help="print JSON, one line")
         return parser
 
@@ -44,6 +51,7 @@ def add_parser(commands: Subparsers) -> None:
         help="the base checkpoint; needed for arrays that peft-to-trtllm did not write",
     )
     peft.set_defaults(run=_trtllm_to_peft)
+    merge.add_arguments(action("merge", "write the base checkpoint with the adapter merged into its weights"))
 
 
 def _peft_to_trtllm(arguments: argparse.Namespace) -> int:

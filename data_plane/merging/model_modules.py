@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from contract.expert_names import DOWN, UP
 from data_plane.adapters.format.packed import ModuleTensors
+from data_plane.merging.weights import (
+    BIASES,
+    PARTS,
+    CannotMerge,
+    ReplacedRows,
+    merge_matrix,
+    merged_bias,
+    with_row_biases,
+    with_rows,
+)
 
-_PARTS = {"a", "b", "magnitude", "dora_scale", "bias", "base_bias"}
-_BIASES = {"bias", "base_bias"}
 _EXPERTS = ".experts."
-
-
-class CannotMerge(Exception):
-    """The adapter has a part that cannot be merged. The message names no paths: clients see it."""
-
-
-class ReplacedRows(NamedTuple):
-    """Rows that take the place of an embedding's or a head's."""
-
-    ids: torch.Tensor  # int32 [rows]
-    rows: torch.Tensor  # [rows, width]
-    bias: torch.Tensor | None  # float32 [rows]
 
 
 def untie(model: Any, names: Collection[str]) -> None:
@@ -39,7 +35,7 @@ def merge_module(model: Any, part: ModuleTensors) -> None:
     """Put one module of an adapter into its weight. Raises CannotMerge."""
     name, scaling = part.module.name, part.module.scaling
     tensors = {key: tensor.float() for key, tensor in part.tensors.items()}
-    if unknown := sorted(tensors.keys() - _PARTS):
+    if unknown := sorted(tensors.keys() - PARTS):
         raise CannotMerge(f"{name} has {', '.join(unknown)}, which cannot be verified yet")
     path, _, rest = name.rpartition(_EXPERTS)
     if path:
@@ -49,15 +45,8 @@ def merge_module(model: Any, part: ModuleTensors) -> None:
         # [out, in] of a linear, a head and a router; an embedding and GPT-2's Conv1D lie the other way round.
         is_transposed = part.module.is_embedding or type(module).__name__ == "Conv1D"
         weight = module.weight.T if is_transposed else module.weight
-    if "a" in tensors:
-        a, b = tensors["a"], tensors["b"]
-        weight = weight[: b.shape[1], : a.shape[1]]  # a view: an adapter's vocabulary may be the smaller one
-        weight += scaling * b.T @ a
-    if "magnitude" in tensors:
-        weight *= (tensors["magnitude"] / torch.linalg.vector_norm(weight, dim=1)).unsqueeze(1)
-    if "dora_scale" in tensors:
-        weight *= tensors["dora_scale"].unsqueeze(1)
-    if tensors.keys() & _BIASES:
+    merge_matrix(weight, tensors, scaling)
+    if tensors.keys() & BIASES:
         _merge_bias(module, name, tensors, scaling)
 
 
@@ -65,32 +54,17 @@ def replace_rows(module: Any, parts: Sequence[ReplacedRows], num_tokens: int | N
     """Put an adapter's rows into an embedding or a head, which grows if the adapter has more tokens."""
     weight, bias = module.weight, getattr(module, "bias", None)
     size = max(len(weight), num_tokens or 0)
-    grown = weight.new_zeros(size, weight.shape[1])
-    grown[: len(weight)] = weight
-    grown_bias = None
+    module.weight = torch.nn.Parameter(with_rows(weight, parts, size), requires_grad=False)
     if bias is not None or any(part.bias is not None for part in parts):
-        grown_bias = weight.new_zeros(size)
-        if bias is not None:
-            grown_bias[: len(bias)] = bias
-    for part in parts:
-        grown[part.ids.long()] = part.rows.float()
-        if grown_bias is not None and part.bias is not None:
-            grown_bias[part.ids.long()] = part.bias.float()
-    module.weight = torch.nn.Parameter(grown, requires_grad=False)
-    if grown_bias is not None:
-        module.bias = torch.nn.Parameter(grown_bias, requires_grad=False)
+        own = weight.new_zeros(size) if bias is None else bias
+        module.bias = torch.nn.Parameter(with_row_biases(own, parts, size), requires_grad=False)
 
 
 def _merge_bias(module: Any, name: str, tensors: dict[str, torch.Tensor], scaling: float) -> None:
     own = getattr(module, "bias", None)
     if not isinstance(module, torch.nn.Linear) and own is None:
         raise CannotMerge(f"{name} has a bias, and the model adds none there: it cannot be verified yet")
-    bias = tensors.get("base_bias", own)
-    if "bias" in tensors:  # LoRA's: scaled with the product
-        added = scaling * tensors["bias"]
-        bias = added if bias is None else bias + added
-    assert bias is not None, "the adapter has one of the two"
-    module.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)
+    module.bias = torch.nn.Parameter(merged_bias(own, tensors, scaling), requires_grad=False)
 
 
 def _with_weight(model: Any, name: str) -> Any:
