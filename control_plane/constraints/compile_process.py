@@ -16,7 +16,7 @@ from typing import Any
 import llguidance
 
 from contract.sampling import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
-from control_plane.constraints.schema_refusals import NO_TEXT, explained
+from control_plane.constraints.schema_refusals import NO_TEXT, explained, explained_in_grammar, explained_in_tags
 from control_plane.framed_child.frames import limit_memory, read_frame, write_frame
 
 # Whitespace between two parts of JSON is optional and bounded: a model cannot go on with it for ever.
@@ -54,13 +54,20 @@ def compiled(constraint: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> 
     try:
         return _compiled(constraint, vocabulary)
     except ValueError as error:
-        if constraint["kind"] != "json_schema":
-            raise
-        try:
-            schema = json.loads(constraint["value"])
-        except (ValueError, RecursionError):
-            raise error from None
-        raise ValueError(explained(str(error), schema)) from error
+        raise ValueError(_explained(str(error), constraint)) from error
+
+
+def _explained(reason: str, constraint: dict[str, Any]) -> str:
+    """llguidance's reason for whoever wrote the schema that it is about."""
+    kind = constraint["kind"]
+    if kind == "lark":
+        return explained_in_grammar(reason, constraint["value"])
+    try:
+        if kind == "structural_tags":
+            return explained_in_tags(reason, grammar_of(constraint))
+        return explained(reason, json.loads(constraint["value"])) if kind == "json_schema" else reason
+    except (ValueError, RecursionError):  # no schema at all
+        return reason
 
 
 def _compiled(constraint: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> str:

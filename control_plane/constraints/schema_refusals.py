@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ _FORMAT = re.compile(r"Unknown format: (\S+)")
 _INTEGER = re.compile(r"Expected positive integer for '(\w+)', got (\S+)")
 _ELSEWHERE = re.compile(r"Resource '(.*?)' is not present")
 _PATTERNS = re.compile(r"patternProperty regexes .* are not disjoint")
+_NO_NUMBER = re.compile(r"Value is not JSON serializable: (-?\d+)")
+_BOUNDS = re.compile(r"Failed to generate regex for (float|integer) range: (.*)")
+_CIRCULAR = re.compile(r"circular references with sibling keys are not supported")
+_IN_GRAMMAR = re.compile(r"at (\d+)\((\d+)\): failed to compile JSON schema: (.*)")
+_TAG = re.compile(r"tag_(\d+):")
 
 
 def explained(reason: str, schema: Any) -> str:
@@ -43,9 +49,40 @@ def explained(reason: str, schema: Any) -> str:
         return f"{reason}{_at(schema, 'multipleOf')}; give a number with fewer digits"
     if reason == NO_TEXT and (places := _at(schema, "$ref")):
         return f'{reason}; look for a "$ref" that leads back to itself without an end{places}'
+    if _CIRCULAR.search(reason):
+        return f'{reason}{_at(schema, "$ref")}; leave out what stands beside the "$ref"'
+    if found := _NO_NUMBER.search(reason):
+        return f"it has a number of {len(found[1].lstrip('-'))} digits, which is too large; give at most 15"
+    if found := _BOUNDS.search(reason):
+        return f"no {found[1]} can be written between its bounds, {found[2]}; give bounds that are closer to 0"
     if reason.startswith("Unsatisfiable schema"):
         return f"it allows no document: {reason[0].lower()}{reason[1:]}; take out what contradicts"
     return reason
+
+
+def explained_in_grammar(reason: str, grammar: str) -> str:
+    """The same for a grammar, if the reason is about a JSON schema in it; else the reason."""
+    found = _IN_GRAMMAR.match(reason)
+    if found is None:
+        return reason
+    lines, number = grammar.splitlines(keepends=True), int(found[1])
+    begin = sum(map(len, lines[: number - 1])) + int(found[2]) - 1
+    reasons = []
+    for place in re.finditer(r"%json\s*", grammar[begin:]):  # the reason's place may be before other schemas, too
+        with contextlib.suppress(ValueError, RecursionError):
+            schema, _ = json.JSONDecoder().raw_decode(grammar, begin + place.end())
+            reasons.append(explained(found[3], schema))
+    why = next((each for each in reasons if " at /" in each), reasons[0] if reasons else found[3])
+    return f"the JSON schema in line {number}: {why}"
+
+
+def explained_in_tags(reason: str, grammar: str) -> str:
+    """The same for the grammar of structural tags: the tag is named in place of the line, which nobody wrote."""
+    found = _IN_GRAMMAR.match(reason)
+    tag = _TAG.match(grammar.splitlines()[int(found[1]) - 1]) if found else None
+    if tag is None:
+        return reason
+    return f"tags[{tag[1]}].json_schema: {explained_in_grammar(reason, grammar).partition(': ')[2]}"
 
 
 def _at(schema: Any, *keywords: str, value: str | None = None) -> str:

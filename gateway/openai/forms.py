@@ -15,12 +15,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from motet import AsyncClient, Chunk, InvalidArgument, Lark
-from motet.inputs.constraints import Constraint
 from motet.model.calls import ModelFacts, facts_call
 from motet.responses import ResponseForm, ResponseParser, TemplateError, find_form_async
 
 from gateway.http.keys import current_owner
-from gateway.openai.chats.tool_choice import ToolChoice, grammar_of
+from gateway.openai.chats.tool_choice import ToolChoice, grammar_of, refusal_of_grammar
 from gateway.openai.chats.turns import Turn
 from gateway.openai.errors import refused
 from gateway.openai.messages import ChatBody
@@ -120,12 +119,11 @@ class Reading:
                         await self._begin(reply, item[1].adapter_digest, client)
                     yield item
             except InvalidArgument as error:
-                is_ours = self.constraint is not None and any(
-                    violation.field.startswith("constraint") for violation in error.field_violations
-                )
-                if is_ours:  # the schema of a function
-                    raise refused("tools", error.message) from error
-                raise
+                is_ours = any(violation.field.startswith("constraint") for violation in error.field_violations)
+                if self.constraint is None or not is_ours:
+                    raise
+                grammar, tools = self.constraint.grammar, self._body.tools or ()
+                raise refusal_of_grammar(error.message, grammar, self._choice, tools) from error
 
     async def _begin(self, reply: Reply, digest: str, client: AsyncClient) -> None:
         if digest != self.adapter_digest:  # a canary, or a version that became active a moment ago
@@ -163,7 +161,7 @@ async def reading(body: ChatBody, choice: ToolChoice, source: Source, forms: For
     return Reading(body, choice, source, forms, form, digest)
 
 
-def _constraint(body: ChatBody, choice: ToolChoice, form: ResponseForm | None) -> Constraint | None:
+def _constraint(body: ChatBody, choice: ToolChoice, form: ResponseForm | None) -> Lark | None:
     grammar = grammar_of(choice, body.tools or (), form, is_parallel=body.parallel_tool_calls is not False)
     if grammar is None:
         return None

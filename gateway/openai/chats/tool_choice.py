@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from motet.responses import GrammarError, ResponseForm, call_grammar
 
 from gateway.openai.errors import FieldRefusal, refused
 
+_SCHEMA_IN_LINE = re.compile(r"the JSON schema in line (\d+): (.*)", re.DOTALL)
+_ARGUMENTS_RULE = re.compile(r"args_(\d+)(?:_(\d+)_value)?: %json")  # as motet.responses names them
 _FORMS = "'none', 'auto', 'required', a function by name, or allowed_tools"
 
 
@@ -69,6 +72,24 @@ def grammar_of(
         )
     except GrammarError as error:
         raise FieldRefusal(str(error), param=error.field) from error
+
+
+def refusal_of_grammar(
+    message: str, grammar: str, choice: ToolChoice, tools: Sequence[Mapping[str, Any]]
+) -> FieldRefusal:
+    """Motet's refusal of a grammar that `grammar_of` wrote: the caller wrote schemas, and reads which one is wrong."""
+    found = _SCHEMA_IN_LINE.search(message)
+    rule = _ARGUMENTS_RULE.match(grammar.splitlines()[int(found[1]) - 1]) if found else None
+    if found is None or rule is None:
+        return refused("tools", message)
+    callable_tools = [
+        (place, tool) for place, tool in enumerate(tools) if choice.names is None or _name(tool) in choice.names
+    ]
+    place, tool = callable_tools[int(rule[1])]
+    param = f"tools[{place}].function.parameters"
+    if rule[2]:  # keyword arguments have a schema each
+        param += f".properties.{list(tool['function']['parameters']['properties'])[int(rule[2])]}"
+    return refused(param, found[2])
 
 
 def _name(given: object) -> str:

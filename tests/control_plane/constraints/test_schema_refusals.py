@@ -31,6 +31,16 @@ EVERY: list[tuple[dict[str, Any], str]] = [
         {"$ref": "https://other.example/a"},
         '"$ref" leads to "https://other.example/a", which is not in the schema; put it into "$defs"',
     ),
+    ({"maximum": 10**400}, "it has a number of 401 digits, which is too large; give at most 15"),
+    (
+        {"type": "number", "maximum": 1e308},
+        "no float can be written between its bounds, min=None, max=Some(1e308); give bounds that are closer to 0",
+    ),
+    (
+        {"$ref": "#", "type": "object"},
+        "circular references with sibling keys are not supported: json-schema:///# at /$ref; leave out what stands "
+        'beside the "$ref"',
+    ),
     (
         {"$ref": "#"},
         'it allows no text at all; look for a "$ref" that leads back to itself without an end at /$ref',
@@ -54,3 +64,35 @@ def test_values_that_look_like_keywords_are_no_places() -> None:
 def test_a_grammar_without_any_text_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"^it allows no text at all$"):
         compiled({"kind": "lark", "value": "start: start"}, vocabulary())
+
+
+UNSUPPORTED = '{"properties": {"a": {"not": {}}}}'
+TAGS = [("f", '{"type": "null"}'), ("g", UNSUPPORTED)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        (
+            "lark",
+            f'start: a\na: %json {{"type": "null"}} "x" | %json {{"type": "object",\n{UNSUPPORTED[1:]} "y"',
+            f'the JSON schema in line 2: "not" is not supported at /properties/a/not; {LEAVE}',
+        ),
+        (
+            "structural_tags",
+            [{"trigger": "<", "begin": f"<{name}>", "json_schema": schema, "end": "x"} for name, schema in TAGS],
+            f'tags[1].json_schema: "not" is not supported at /properties/a/not; {LEAVE}',
+        ),
+    ],
+)
+def test_a_schema_within_a_grammar_is_explained_as_one_by_itself(kind: str, value: Any, text: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        compiled({"kind": kind, "value": value}, vocabulary())
+    assert str(refused.value) == text
+
+
+def test_other_faults_of_a_grammar_keep_their_place() -> None:
+    with pytest.raises(ValueError, match=r'^at 2\(4\): unknown name: "b"'):
+        compiled({"kind": "lark", "value": "start: a\na: b"}, vocabulary())
+    with pytest.raises(ValueError, match=r"^the JSON schema in line 1: "):
+        compiled({"kind": "lark", "value": 'start: %json {"type": "text"}'}, vocabulary())

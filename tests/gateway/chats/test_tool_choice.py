@@ -124,7 +124,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("hermes", "tool_choice", {"tool_choice": "any"}),
     ("hermes", "tool_choice", {"tool_choice": "required", "tools": []}),
     ("hermes", "response_format", {"tool_choice": "required", "response_format": {"type": "json_object"}}),
-    ("hermes", "tools", {"tool_choice": "required", "tools": [{"type": "function", "function": {
+    ("hermes", "tools[0].function.parameters", {"tool_choice": "required", "tools": [{"type": "function", "function": {
         "name": "a", "parameters": {"type": "object", "properties": {"b": {"type": "string", "format": "colour"}}}}}]}),
     ("hermes", "tools[0].function.parameters.type", {"tool_choice": "required", "tools": [
         {"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]}),
@@ -165,3 +165,22 @@ def test_users_of_grpc_require_calls_with_the_same_grammar(chats: Chats) -> None
     events = [event for chunk in text for event in parser.push(chunk.text)] + parser.finish()
     assert [event.name for event in events if isinstance(event, CallStart)] == ["weather"]
     valid("weather", "".join(event.text for event in events if isinstance(event, CallArguments)))
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ("hermes", "tools[1].function.parameters"),
+        ("mistral-args", "tools[1].function.parameters"),
+        ("pythonic", "tools[1].function.parameters.properties.day"),
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", named("rain")])
+def test_a_schema_that_cannot_be_followed_is_named(chats: Chats, form: str, param: str, choice: Any) -> None:
+    rain = {"type": "object", "properties": {"city": {"type": "string"}, "day": {"items": {"not": {}}}}}
+    tools: Any = [TOOLS[0], {"type": "function", "function": {"name": "rain", "parameters": rain}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        chats.api.chat.completions.create(model=form, tool_choice=choice, **{**GIVEN, "tools": tools})
+    place = "/items/not" if form == "pythonic" else "/properties/day/items/not"
+    assert caught.value.param == param
+    assert f'{param}: "not" is not supported at {place}; leave it out' in caught.value.message
