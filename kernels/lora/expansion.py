@@ -37,11 +37,13 @@ class Expansion:
     def columns_of_tiles(self, *runs: tuple[int, int], most: int = 128) -> int | None:
         """How many columns of y a kernel may expand at a time in runs (first column, length) that it cuts in tiles.
 
-        A tile lies in one module, from a multiple of its size on. None where y is not dense, or no size will do.
+        A tile lies in one module, from a multiple of its size on. It has at most `most` columns of 2-byte weights, and
+        half as many of float32: a step's tile of B lies in shared memory, of which sm_86 and sm_89 have 99 KiB. None
+        where y is not dense, or no size will do.
         """
         if self.segments.token_slots is None or self.y.stride(1) != 1:
             return None
-        page = self.group.pages.shape[2]
+        page, most = self.group.pages.shape[2], 2 * most // self.y.element_size()
         # Tiles of one page's columns are read fastest.
         columns = min(most, page & -page) if page & -page >= _LEAST_COLUMNS else 64
         for begin, length in runs:

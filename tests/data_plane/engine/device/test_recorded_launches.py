@@ -69,6 +69,17 @@ def test_what_a_replay_does_otherwise_is_found(changed: dict[str, Any], differen
     assert replaced.numel() == 4
 
 
+def test_what_is_recorded_are_the_fused_layers(tmp_path: Path) -> None:
+    """Layers that stayed as transformers made them would hide what a GPU launches."""
+    traces = Traces()
+    rig = Rig("llama", tmp_path, traces)
+    rig.load(0, rank=4)
+    rig.record(2)
+    launched = {str(entry[0]) for graph in traces.graphs for entry in graph[0]}
+    fused = {"rms_norm_kernel", "rope_kernel", "gated_activation_kernel"}
+    assert fused | {"norm_expand_kernel", "rope_expand_kernel", "gate_expand_kernel"} <= launched
+
+
 @pytest.mark.parametrize("arch", RECORDED_ARCHS)
 def test_a_graph_launches_the_same_at_every_replay(arch: str, tmp_path: Path) -> None:
     """Rows come and go, adapters are loaded, evicted and replaced by others of their tier."""
