@@ -58,7 +58,7 @@ def verification_part(
     audit: AuditLog,
 ) -> tuple[Callable[[VerificationService, grpc.aio.Server], None], VerificationService]:
     """The service, and the function that adds it to a server."""
-    reference = ReferenceProcess(config.model_dir, config.data_dir / "verifications", weights)
+    reference = ReferenceProcess(config.model_dir, config.data_dir / "verifications", weights, base_model.quantization)
     reference.remove_leftovers()
     verifier = Verifier(
         reference=reference,

@@ -1,4 +1,5 @@
-"""Log-probabilities of prompts under merged float32 weights: `python -m data_plane.verify MODEL_DIR WORK_DIR`.
+"""Log-probabilities of prompts under merged float32 weights: `python -m data_plane.verify MODEL_DIR
+WORK_DIR QUANTIZATION`.
 
 A process of its own beside a server, for `motet adapters verify`. It shares the reading of packed adapters with the
 worker, and none of the worker's arithmetic: transformers computes, with W + scaling * B A in the place of W. It needs 4
@@ -8,6 +9,10 @@ WORK_DIR holds manifest.json, the chunks as 0, 1, ... and prompts.json: for each
 "active_from" how many of them the base model computes before the adapter acts. The process writes result.json: for
 "base" and for "merged" a list for each prompt, of the log-probabilities of its tokens from the second on. For an
 adapter that cannot be compared it writes the reason into refusal.txt instead.
+
+With QUANTIZATION fp8 the base weights are those that the worker's FP8 codes stand for, since an adapter is added to
+them. "base_rounded" and "merged_rounded" are then what comes of inputs that are rounded, too; else they are "base" and
+"merged".
 """
 
 from __future__ import annotations
@@ -15,17 +20,22 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from contract.fingerprint import FP8_WEIGHTS
 from data_plane.adapters.format.manifest import Manifest
+from data_plane.adapters.format.packed import TORCH_DTYPES
 from data_plane.merging.model_modules import merge_module, replace_rows, untie
 from data_plane.merging.packed_files import PackedFiles
 from data_plane.merging.weights import CannotMerge
+from data_plane.models.fp8.rounded_model import round_weights, rounding_inputs
 
 REFUSED = 3  # the exit status of a process that wrote a refusal
 Prompt = dict[str, Any]
@@ -33,24 +43,40 @@ Prompt = dict[str, Any]
 
 def main(arguments: Sequence[str]) -> int:
     """Compute and write the result."""
-    model_dir, work_dir = Path(arguments[0]), Path(arguments[1])
+    model_dir, work_dir, quantization = Path(arguments[0]), Path(arguments[1]), arguments[2]
     prompts: list[Prompt] = json.loads((work_dir / "prompts.json").read_text("utf-8"))
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=False)
     model.eval()
     vocab_size = model.get_input_embeddings().weight.shape[0]
     try:
         with torch.inference_mode():
-            base = [logprobs(model, known_ids(prompt["token_ids"], vocab_size)) for prompt in prompts]
-            beginnings = [beginning(model, prompt) for prompt in prompts]
+            rounded = (
+                round_weights(model, TORCH_DTYPES[PackedFiles(work_dir).manifest.dtype])
+                if quantization == FP8_WEIGHTS
+                else {}
+            )
+            known = [known_ids(prompt["token_ids"], vocab_size) for prompt in prompts]
+            ways: dict[str, Callable[[], AbstractContextManager[None]]] = {"": nullcontext}
+            if rounded:
+                ways["_rounded"] = partial(rounding_inputs, list(rounded.values()))
+            result, beginnings = dict[str, list[list[float]]](), dict[str, list[tuple[Any, torch.Tensor | None]]]()
+            for way, context in ways.items():
+                with context():
+                    result[f"base{way}"] = [logprobs(model, token_ids) for token_ids in known]
+                    beginnings[way] = [beginning(model, prompt) for prompt in prompts]
             num_tokens = merge(model, work_dir)
-            merged = [
-                logprobs(model, prompt["token_ids"], *begun, num_tokens=num_tokens)
-                for prompt, begun in zip(prompts, beginnings, strict=True)
-            ]
+            for way, context in ways.items():
+                with context():
+                    result[f"merged{way}"] = [
+                        logprobs(model, prompt["token_ids"], *begun, num_tokens=num_tokens)
+                        for prompt, begun in zip(prompts, beginnings[way], strict=True)
+                    ]
     except CannotMerge as refusal:
         (work_dir / "refusal.txt").write_text(str(refusal), encoding="utf-8")
         return REFUSED
-    (work_dir / "result.json").write_text(json.dumps({"base": base, "merged": merged}), encoding="utf-8")
+    for name in ("base", "merged"):
+        result.setdefault(f"{name}_rounded", result[name])
+    (work_dir / "result.json").write_text(json.dumps(result), encoding="utf-8")
     return 0
 
 

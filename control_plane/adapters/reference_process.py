@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from contract.fingerprint import NOT_QUANTIZED
 from control_plane.child_process import ChildProcess, module_command
 from control_plane.directory_lock import PRIVATE
 from control_plane.errors import PreconditionFailed, StoreUnavailable
@@ -41,12 +42,16 @@ class Reference(NamedTuple):
 
     base: list[list[float]]
     merged: list[list[float]]
+    # With inputs of linears rounded as the workers' FP8 linears do; the same as above where they do not.
+    base_rounded: list[list[float]]
+    merged_rounded: list[list[float]]
 
 
 class PackedFiles:
     """A version's packed files in a directory of their own."""
 
-    def __init__(self, directory: Path, num_chunks: int, model_dir: Path) -> None:
+    def __init__(self, directory: Path, num_chunks: int, model_dir: Path, quantization: str = NOT_QUANTIZED) -> None:
+        self._quantization = quantization
         self._directory = directory
         self._num_chunks = num_chunks
         self._model_dir = model_dir
@@ -69,7 +74,9 @@ class PackedFiles:
         """Run the process. Raises PreconditionFailed for a version that cannot be merged, or StoreUnavailable."""
         described = [prompt._asdict() for prompt in prompts]
         (self._directory / "prompts.json").write_text(json.dumps(described), encoding="utf-8")
-        argv, environment = module_command("data_plane.verify", str(self._model_dir), str(self._directory))
+        argv, environment = module_command(
+            "data_plane.verify", str(self._model_dir), str(self._directory), self._quantization
+        )
         with (self._directory / "log").open("wb") as log:
             child = ChildProcess(argv, stderr=log, environment=environment)
             try:
@@ -83,7 +90,7 @@ class PackedFiles:
         if status:
             raise self._failure(status)
         result: dict[str, Any] = json.loads((self._directory / "result.json").read_text("utf-8"))
-        return Reference(result["base"], result["merged"])
+        return Reference(*(result[name] for name in Reference._fields))
 
     def _failure(self, status: int) -> PreconditionFailed | StoreUnavailable:
         """What the client sees. The process's own words may have paths of this machine: they stay in this log."""
@@ -103,7 +110,11 @@ class PackedFiles:
 class ReferenceProcess:
     """Makes directories for such processes."""
 
-    def __init__(self, model_dir: Path, work_dir: Path, weights: AdapterWeights) -> None:
+    def __init__(
+        self, model_dir: Path, work_dir: Path, weights: AdapterWeights, quantization: str = NOT_QUANTIZED
+    ) -> None:
+        """`quantization`: how workers hold the base model's linears, of contract.fingerprint."""
+        self._quantization = quantization
         self._model_dir = model_dir
         self._work_dir = work_dir
         self._weights = weights
@@ -123,7 +134,7 @@ class ReferenceProcess:
         self._work_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(dir=self._work_dir, prefix=_PREFIX))
         try:
-            yield PackedFiles(directory, await self._write(digest, directory), self._model_dir)
+            yield PackedFiles(directory, await self._write(digest, directory), self._model_dir, self._quantization)
         finally:
             with contextlib.suppress(OSError):
                 shutil.rmtree(directory)

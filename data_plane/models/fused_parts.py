@@ -28,8 +28,8 @@ from kernels.rope import apply_rope
 PART_ERROR = 2e-5
 
 # Linears that read one input, in the order of the columns that they become.
-_QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 
 
 def fused_attention(
@@ -37,7 +37,7 @@ def fused_attention(
 ) -> RotaryAttention | None:
     """The module's fused form, or None if it is not proven to compute the same."""
     tables = kwargs.get("position_embeddings")
-    linears = _joint_linears(module, name, _QKV, free)
+    linears = _joint_linears(module, name, QKV, free)
     if linears is None or not isinstance(tables, tuple) or len(tables) != 2 or not hasattr(module, "o_proj"):
         return None
     heads = (call.query.shape[1], call.key.shape[1], call.value.shape[1])
@@ -90,7 +90,7 @@ def fused_attention(
 
 def fused_mlp(module: nn.Module, name: str, free: Collection[str], context: StepContext) -> GatedMlp | None:
     """The module's fused form, or None if it is not proven to compute the same."""
-    linears = _joint_linears(module, name, _GATE_UP, free)
+    linears = _joint_linears(module, name, GATE_UP, free)
     activation = _activation(module)
     if linears is None or activation is None or not hasattr(module, "down_proj"):
         return None

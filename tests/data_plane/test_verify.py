@@ -11,16 +11,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from contract.fingerprint import NOT_QUANTIZED
+from control_plane.adapters.verifier import largest_difference, tolerance_of
 from control_plane.registry.model.base_model import BaseModel
 from data_plane import verify
 from data_plane.engine.build import build_engine
 from tests.data_plane.engine import expert_files
+from tests.data_plane.engine.test_fp8_weights import rounding
 from tests.data_plane.engine.test_long_context import SCALINGS, scaled_checkpoint, with_fields
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.data_plane.engine.test_token_rows import FORMS, TIED_ONLY, PeftModelOf, make_form
 from tests.e2e.scheduled import IngestedAdapter, ingested, reported_by
 from tests.e2e.test_scheduled_activation import Truth
 from tests.makers import make_adapter, make_checkpoint, make_classifier, make_prompt
+from tests.oracle import Oracle
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*save_embedding_layers",
@@ -36,7 +40,13 @@ PROMPT = make_prompt(7, 21, vocab_size=250)
 Logits = Callable[[Sequence[int]], torch.Tensor]
 
 
-def merged(directory: Path, checkpoint: Path, adapter: IngestedAdapter, *prompts: tuple[Sequence[int], int]) -> Any:
+def merged(
+    directory: Path,
+    checkpoint: Path,
+    adapter: IngestedAdapter,
+    *prompts: tuple[Sequence[int], int],
+    quantization: str = NOT_QUANTIZED,
+) -> Any:
     """The result of the process for prompts, each with the tokens before those on which the adapter acts."""
     directory.mkdir()
     (directory / "manifest.json").write_bytes(adapter.info.manifest)
@@ -44,7 +54,7 @@ def merged(directory: Path, checkpoint: Path, adapter: IngestedAdapter, *prompts
         (directory / str(index)).write_bytes(chunk)
     described = [{"token_ids": list(ids), "active_from": active_from} for ids, active_from in prompts]
     (directory / "prompts.json").write_text(json.dumps(described))
-    assert verify.main([str(checkpoint), str(directory)]) == 0
+    assert verify.main([str(checkpoint), str(directory), quantization]) == 0
     return json.loads((directory / "result.json").read_text())
 
 
@@ -153,3 +163,32 @@ def test_what_cannot_be_merged_is_refused_by_name_and_without_paths(
         merged(directory, checkpoint, adapter, (PROMPT, 0))
     refusal = (directory / "refusal.txt").read_text()
     assert refusal.startswith("model.layers.1.self_attn.q_proj is no module") and str(tmp_path) not in refusal
+
+
+@pytest.mark.parametrize("form", ["lora", "dora"])
+def test_over_fp8_weights_the_adapter_is_added_to_what_the_codes_stand_for(form: str, tmp_path: Path) -> None:
+    """Against PEFT on rounded weights. What is served has rounded inputs too, and lies within the tolerance."""
+    checkpoint = make_checkpoint(tmp_path / "model", "llama")
+    path = make_adapter(tmp_path / form, checkpoint, rank=8, seed=1, use_dora=form == "dora")
+    linears = [
+        f"model.layers.{layer}.{name}_proj"
+        for layer in range(2)
+        for name in (*(f"self_attn.{one}" for one in "qkvo"), "mlp.gate", "mlp.up", "mlp.down")
+    ]
+    exact, served = (
+        Oracle(checkpoint, {form: path}, prepare=rounding(linears, of_inputs=of_inputs)) for of_inputs in (False, True)
+    )
+    adapter = ingested(path, BaseModel.load(checkpoint))
+    result = merged(tmp_path / "work", checkpoint, adapter, (PROMPT, 0), quantization="fp8")
+    plain = merged(tmp_path / "plain", checkpoint, adapter, (PROMPT, 0))
+    assert result["base"][0] == close(expected(exact.logits(PROMPT), PROMPT))
+    assert result["merged"][0] == close(expected(exact.logits(PROMPT, form), PROMPT))
+    base = largest_difference([expected(served.logits(PROMPT), PROMPT)], result["base"])
+    assert result["base_rounded"][0] == close(expected(served.logits(PROMPT), PROMPT))
+    assert (plain["base_rounded"], plain["merged_rounded"]) == (plain["base"], plain["merged"])
+    roundings = [largest_difference(result[f"{name}_rounded"], result[name]) for name in ("base", "merged")]
+    tolerance = tolerance_of("float32", base, base_rounding=roundings[0], rounding=roundings[1])
+    error = largest_difference([expected(served.logits(PROMPT, form), PROMPT)], result["merged"])
+    assert error <= tolerance < largest_difference(result["base"], result["merged"])
+    # The rounding of weights, which is no mistake of the adapter's serving, is not in the error.
+    assert base < largest_difference([expected(served.logits(PROMPT), PROMPT)], plain["base"])

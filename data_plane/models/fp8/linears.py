@@ -41,7 +41,7 @@ def quantize_linears(model: PreTrainedModel, run: Callable[[], object]) -> None:
     head, _ = head_and_embedding(model)
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
-            reason = _weight_problem(module)
+            reason = weight_problem(module.in_features, module.out_features)
         elif is_stacked(module):
             reason = "experts"
         elif isinstance(module, nn.Linear) and name != head:
@@ -62,11 +62,11 @@ def quantize_linears(model: PreTrainedModel, run: Callable[[], object]) -> None:
         logger.warning("not in FP8, although --quantization fp8 is given: %s", reasons)
 
 
-def _weight_problem(module: LoraLinear) -> str:
-    """Why the linear stays as it is; empty: it does not."""
-    if is_narrow(module.in_features, module.out_features):
+def weight_problem(in_features: int, out_features: int) -> str:
+    """Why a linear of these sizes, or several that were joined, stays as it is; empty: it does not."""
+    if is_narrow(in_features, out_features):
         return "outputs narrow beside the inputs, as a router's"
-    return size_problem(module.out_features, module.in_features)
+    return size_problem(out_features, in_features)
 
 
 def _place_writers(model: PreTrainedModel, activations: Fp8Activations, run: Callable[[], object]) -> int:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from control_plane.adapters.reference_process import PackedFiles, Prompt, ReferenceProcess
-from control_plane.adapters.verifier import largest_difference
+from control_plane.adapters.verifier import MOST_TOLERANCE, ROUNDING, SPREAD, largest_difference, tolerance_of
 from control_plane.errors import PreconditionFailed, StoreUnavailable
 from control_plane.registry.versions.verification import NOT_FINITE
 
@@ -23,6 +23,18 @@ def test_a_difference_that_is_no_number_is_the_largest_wherever_it_is(rows: list
     zeros = [[0.0] * len(row) for row in rows]
     assert largest_difference(rows, zeros) == largest_difference(zeros, rows) == NOT_FINITE
     assert largest_difference([[-3.0, 1.0]], [[0.0, 0.0]]) == 3.0
+
+
+def test_the_tolerance_follows_the_base_model_up_to_what_rounded_inputs_explain() -> None:
+    assert tolerance_of("bfloat16", 0.001) == 0.07
+    assert tolerance_of("bfloat16", 0.1) == ROUNDING * 0.1
+    assert tolerance_of("bfloat16", 5.0) == MOST_TOLERANCE["bfloat16"]
+    # Over FP8 weights an error of 0.4 is that of the inputs, and one of 5 is a mistake.
+    assert tolerance_of("bfloat16", 0.4, base_rounding=0.5) == ROUNDING * 0.4
+    assert tolerance_of("bfloat16", 5.0, base_rounding=0.5) == ROUNDING * 0.5
+    assert tolerance_of("bfloat16", 5.0, base_rounding=0.01) == MOST_TOLERANCE["bfloat16"]
+    # An adapter may make more of it.
+    assert tolerance_of("bfloat16", 0.2, base_rounding=0.2, rounding=0.9) == SPREAD * 0.9
 
 
 def test_directories_that_a_killed_server_left_are_removed_at_the_next_start(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return (x * (1 / scale)).to(torch.float8_e4m3fn).float() * scale
 
 
-def rounding(names: Collection[str]) -> Callable[[nn.Module], None]:
-    """Gives the named linears of a transformers model rounded weights and rounded inputs."""
+def rounding(names: Collection[str], *, of_inputs: bool = True) -> Callable[[nn.Module], None]:
+    """Gives the named linears of a transformers model rounded weights, and rounded inputs if `of_inputs`."""
 
     def prepare(model: nn.Module) -> None:
         for name in names:
@@ -54,7 +54,8 @@ def rounding(names: Collection[str]) -> Callable[[nn.Module], None]:
             is_transposed = type(module).__name__ == "Conv1D"
             weight = module.weight.detach().T if is_transposed else module.weight.detach()
             module.weight.data = rounded(weight).T if is_transposed else rounded(weight)
-            module.register_forward_pre_hook(lambda _, args: (rounded(args[0]), *args[1:]))
+            if of_inputs:
+                module.register_forward_pre_hook(lambda _, args: (rounded(args[0]), *args[1:]))
 
     return prepare
 
