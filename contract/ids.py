@@ -1,4 +1,4 @@
-"""The forms of the ids that several parts check: of adapters, of their versions (digests) and of workers."""
+"""The forms of the ids that several parts check: of adapters, their versions (digests) and labels, and of workers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ WORKER_ID_FORM = "use 1 to 63 characters of a-z, 0-9, '.', '_' and '-'"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 DIGEST_FORM = "use 64 lower-case hexadecimal digits"
 
+_LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
+LABEL_KEY_FORM = "use 1 to 63 characters of a-z, 0-9, '_' and '-', the first one a letter"
+
 
 def is_adapter_id(text: str) -> bool:
     """Whether `text` can be the id of an adapter."""
@@ -31,3 +34,8 @@ def is_worker_id(text: str) -> bool:
 def is_digest(text: str) -> bool:
     """Whether `text` is a SHA-256 as Motet writes it: 64 lower-case hexadecimal digits."""
     return _DIGEST.fullmatch(text) is not None
+
+
+def is_label_key(text: str) -> bool:
+    """Whether `text` can be the key of a label, or the label of a version."""
+    return _LABEL_KEY.fullmatch(text) is not None

@@ -10,11 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from contract.ids import ADAPTER_ID_FORM, DIGEST_FORM, is_adapter_id, is_digest
+from contract.ids import ADAPTER_ID_FORM, DIGEST_FORM, LABEL_KEY_FORM, is_adapter_id, is_digest, is_label_key
 from control_plane.errors import FieldViolation, InvalidRequest
 
-_LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
-LABEL_KEY_FORM = "use 1 to 63 characters of a-z, 0-9, '_' and '-', the first one a letter"
 _PRINTABLE = re.compile(r"[ -~]*")
 
 T = TypeVar("T")
@@ -85,11 +83,6 @@ def check_display_name(display_name: str, field: str, violations: Violations) ->
     num_bytes = _num_bytes(display_name)
     if num_bytes > MAX_DISPLAY_NAME_BYTES:
         violations.add(field, f"has {num_bytes} bytes; use at most {MAX_DISPLAY_NAME_BYTES}")
-
-
-def is_label_key(text: str) -> bool:
-    """Whether `text` can be the key of a label, or the label of a version."""
-    return _LABEL_KEY.fullmatch(text) is not None
 
 
 def check_labels(labels: Mapping[str, str], field: str, violations: Violations) -> None:

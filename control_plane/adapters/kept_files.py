@@ -5,8 +5,8 @@ A push brings weights. It keeps what the version that it replaces has beside the
 
 from __future__ import annotations
 
-from contract.ids import DIGEST_FORM, is_digest
-from control_plane.checks import LABEL_KEY_FORM, Violations, quoted, refuse
+from contract.ids import DIGEST_FORM, LABEL_KEY_FORM, is_digest
+from control_plane.checks import Violations, quoted, refuse
 from control_plane.errors import AdapterNotFound
 from control_plane.registry.catalog import selected_version
 from control_plane.registry.companions.inherited import CLEARING_FIELD, FIELD, WAY_ON

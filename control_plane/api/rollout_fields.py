@@ -7,17 +7,18 @@ from collections.abc import Collection
 from google.protobuf import duration_pb2, timestamp_pb2
 from motet.v1 import adapters_pb2
 
-from control_plane.checks import Violations, check_digest
+from contract.ids import LABEL_KEY_FORM, is_label_key
+from control_plane.checks import Violations, check_digest, quoted
 from control_plane.registry.versions.record_changes import RolloutChange
 from control_plane.registry.versions.rollout import (
     AT_ONCE,
+    MAX_KEPT_VERSIONS,
     MAX_TTL_S,
+    MAX_VERSION_LABELS,
+    PER_MILLE,
     Canary,
     Rollout,
     VersionRollout,
-    check_keep_versions,
-    check_per_mille,
-    check_version_labels,
 )
 
 FIELDS = ("version_labels", "canary", "keep_versions", "expire_time")  # of Adapter, in an update mask
@@ -43,9 +44,9 @@ def checked_version_rollout(
     if not registration.HasField("rollout"):
         return AT_ONCE
     message, path = registration.rollout, f"{prefix}rollout"
-    check_per_mille(message.canary_per_mille, f"{path}.canary_per_mille", violations)
-    check_version_labels(message.version_labels, f"{path}.version_labels", violations)
-    check_keep_versions(message.keep_versions, f"{path}.keep_versions", violations)
+    _check_per_mille(message.canary_per_mille, f"{path}.canary_per_mille", violations)
+    _check_version_labels(message.version_labels, f"{path}.version_labels", violations)
+    _check_keep_versions(message.keep_versions, f"{path}.keep_versions", violations)
     if message.hold and (message.canary_per_mille or message.version_labels):
         violations.add(
             f"{path}.hold",
@@ -67,10 +68,10 @@ def checked_rollout_change(
 ) -> RolloutChange:
     """The change that the request's mask names. What it does not name is checked too, and left as it is."""
     adapter = request.adapter
-    if check_version_labels(adapter.version_labels, "adapter.version_labels", violations):
+    if _check_version_labels(adapter.version_labels, "adapter.version_labels", violations):
         for digest in adapter.version_labels.values():
             check_digest(digest, "adapter.version_labels", violations)
-    check_keep_versions(adapter.keep_versions, "adapter.keep_versions", violations)
+    _check_keep_versions(adapter.keep_versions, "adapter.keep_versions", violations)
     canary = _canary(adapter.canary, violations)
     expire_time_s = None
     if request.HasField("ttl"):
@@ -92,7 +93,7 @@ def checked_rollout_change(
 
 
 def _canary(message: adapters_pb2.AdapterCanary, violations: Violations) -> Canary | None:
-    check_per_mille(message.per_mille, "adapter.canary.per_mille", violations)
+    _check_per_mille(message.per_mille, "adapter.canary.per_mille", violations)
     if not message.digest:
         if message.per_mille:
             violations.add("adapter.canary.digest", "is empty, and per_mille is not; give the version's digest")
@@ -119,3 +120,28 @@ def _time_s(message: timestamp_pb2.Timestamp, now_s: float, violations: Violatio
             "none, and the adapter does not expire",
         )
     return time_s
+
+
+def _check_version_labels(labels: Collection[str], field: str, violations: Violations) -> bool:
+    """Labels of versions, each once. Returns whether there are few enough to be looked at one by one."""
+    if len(labels) > MAX_VERSION_LABELS:
+        violations.add(field, f"has {len(labels)} labels; use at most {MAX_VERSION_LABELS}")
+        return False
+    for label in labels:
+        if not is_label_key(label):
+            violations.add(field, f"{quoted(label)} is not a valid label of a version: {LABEL_KEY_FORM}")
+    if len(set(labels)) < len(labels):
+        violations.add(field, "names a label twice; name each once")
+    return True
+
+
+def _check_per_mille(per_mille: int, field: str, violations: Violations) -> None:
+    """A share of requests."""
+    if per_mille > PER_MILLE:
+        violations.add(field, f"is {per_mille}; use a share in thousandths, at most {PER_MILLE}")
+
+
+def _check_keep_versions(count: int, field: str, violations: Violations) -> None:
+    """A number of versions to keep."""
+    if count > MAX_KEPT_VERSIONS:
+        violations.add(field, f"is {count}; use a count of at most {MAX_KEPT_VERSIONS}, or 0 to keep all")

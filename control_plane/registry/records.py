@@ -17,7 +17,7 @@ from control_plane.access.tenant_names import is_tenant
 from control_plane.access.visibility import NOBODYS, Ownership, Visibility
 from control_plane.registry.versions.rollout import NO_ROLLOUT, Rollout, decode_rollout, encode_rollout
 from control_plane.registry.versions.verification import Verification, verification_of
-from control_plane.scheduler.types import AdapterRef
+from control_plane.scheduler.adapter_ref import AdapterRef
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 
 _VERSION_FORMAT = 2
@@ -150,7 +150,7 @@ _KNOWN_MODULES: dict[tuple[str, ...], tuple[str, ...]] = {}
 _MAX_KNOWN_MODULES = 10_000
 # One list of names as a document has it, and the names: most versions have those of the version that was read before.
 _LAST_MODULES: list[tuple[bytes, tuple[str, ...]]] = [(b"[]", ())]
-_DECODER = json.JSONDecoder()
+_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # typeshed leaves it out
 _GOOD_SHAPES: dict[tuple[Any, ...], tuple[str, ...]] = {}  # see _checked
 _MAX_GOOD_SHAPES = 1000
 _JSON_TYPES: dict[str, frozenset[type]] = {
@@ -387,8 +387,8 @@ def _object(raw: bytes) -> dict[str, Any]:
 def _parse(text: str) -> Any:
     """As json.loads, which looks for spaces around the document and takes twice as long for a small one."""
     try:
-        document, end = _DECODER.raw_decode(text)
-    except ValueError:
+        document, end = _scan(text, 0)
+    except (ValueError, StopIteration):
         return json.loads(text)
     return document if end == len(text) else json.loads(text)
 

@@ -10,26 +10,27 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
-from contract.ids import is_digest
 from control_plane.registry.records import (
     AdapterRecord,
     AdapterState,
     AdapterVersion,
     StoredRecord,
     decode_record,
-    decode_version,
     encode_record,
     encode_version,
     with_versions,
 )
 from control_plane.registry.snapshot.known_documents import KnownDocuments
-from control_plane.registry.store.artifact_store import ArtifactStore, StoredNames
-from control_plane.registry.store.read_ahead import ReadAhead
+from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.named_documents import record_under, version_under
+from control_plane.registry.store.read_ahead import MAX_PROCESSES, Found, ReadAhead
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ async def recover(
     `known`: what an earlier start read; it is not read again where the store has it in the same state. Of no use where
     other processes can write, and where a look at a document takes as long as reading it.
 
-    `min_ahead`: of so many records on, those in a directory are read by a second process, if there is a core for it.
+    `min_ahead`: of so many records on, those in a directory are read by further processes, if there are cores for them.
 
     Blobs that no readable record names stay while any record is unreadable: it may be theirs. So do, in a store that
     others could reach, those that another process may be writing.
@@ -72,8 +73,7 @@ async def recover(
     try:
         if known is None or not store.is_sole:
             known = KnownDocuments(None, "")
-        await asyncio.to_thread(known.load)
-        ahead = ReadAhead(store)
+        ahead = ReadAhead()
         try:
             recovered = await _recover(store, calls, known, ahead, min_ahead)
         finally:
@@ -90,26 +90,41 @@ async def recover(
 async def _recover(
     store: ArtifactStore, calls: StoreCalls, known: KnownDocuments, ahead: ReadAhead, min_ahead: int
 ) -> Recovered:
+    num_cores = os.cpu_count() or 1
+    if store.directory is not None and num_cores > 1 and await calls.read(_has_records, store.directory, min_ahead):
+        ahead.start(store.directory, min(num_cores, MAX_PROCESSES))  # they start while this one goes on
+    await asyncio.to_thread(known.load)
     names = await calls.read(store.list_names)
-    if store.directory is not None and len(names.records) >= min_ahead and (os.cpu_count() or 1) > 1:
-        ahead.begin(store.directory)
     for adapter_id in names.deleting:
         logger.info("finishing deletion adapter_id=%s", adapter_id)
         await calls.change(store.delete_versions, adapter_id)
-    if ahead.is_ahead:
-        await calls.read(
-            ahead.expect_records, [(adapter_id, known.record_tag(adapter_id)) for adapter_id in names.records]
-        )
-    stored = await _each(calls, partial(_read_record, ahead, known), names.records, is_near=ahead.is_ahead)
-    for adapter_id, found in stored.items():
-        if isinstance(found, StoredRecord) and found.record.state is AdapterState.DELETING:
+    found = Found()
+    await calls.read(ahead.request, names.records, known)
+    while await calls.read(ahead.take, found, known):
+        pass
+    left = [adapter_id for adapter_id in names.records if adapter_id not in found.records]
+    # Every record has its place before it comes, so that the order is that of the names.
+    stored: dict[str, StoredRecord | str] = dict.fromkeys(names.records, "")
+    stored |= found.records
+    stored |= await _each(calls, partial(_read_record, store, known), left)
+    for adapter_id, one in stored.items():
+        if isinstance(one, StoredRecord) and one.record.state is AdapterState.DELETING:
             await calls.change(partial(store.delete_record, adapter_id, expected=_is_old))
-    records, is_all_read = await _whole_records(store, calls, known, stored, ahead, names.blobs)
+    records, is_all_read = await _whole_records(store, calls, known, stored, found.versions)
     for adapter_id in sorted(set(names.versions) - set(names.records) - set(names.deleting)):
         await calls.change(store.delete_versions, adapter_id)
-    blobs = await _blobs_in_order(store, calls, names, records, ahead, is_all_read=is_all_read)
+    blobs = await _blobs_in_order(store, calls, names.blobs, records, found.blobs, is_all_read=is_all_read)
     await calls.change(store.format.mark)
     return Recovered(records, blobs)
+
+
+def _has_records(directory: Path, count: int) -> bool:
+    """Whether the store in a directory has so many records, or leftovers of them."""
+    try:
+        with os.scandir(directory / "adapters") as entries:
+            return sum(1 for _ in islice(entries, count)) == count
+    except FileNotFoundError:
+        return False
 
 
 def unreadable(adapter_id: str, reason: str) -> AdapterRecord:
@@ -129,19 +144,14 @@ def unreadable(adapter_id: str, reason: str) -> AdapterRecord:
     )
 
 
-def _read_record(ahead: ReadAhead, known: KnownDocuments, adapter_id: str) -> StoredRecord | str:
+def _read_record(store: ArtifactStore, known: KnownDocuments, adapter_id: str) -> StoredRecord | str:
     """The record, or why it cannot be read."""
     try:
         known_tag = known.record_tag(adapter_id)
-        document, tag = ahead.read_record(adapter_id, known_tag)
+        document, tag = store.read_record(adapter_id, known_tag)
         if tag == known_tag:
             return known.record(adapter_id)
-        stored = decode_record(document)
-        if stored.record.adapter_id != adapter_id:
-            raise ValueError("it is another adapter's")
-        active = stored.record.active_digest  # empty: all versions are held
-        if not all(map(is_digest, stored.digests)) or (active not in ("", *stored.digests) and not is_digest(active)):
-            raise ValueError("a digest in it is none")
+        stored = record_under(adapter_id, document)
     except FileNotFoundError:
         return "it is gone"
     except ValueError as error:
@@ -155,62 +165,58 @@ async def _whole_records(
     calls: StoreCalls,
     known: KnownDocuments,
     stored: Mapping[str, StoredRecord | str],
-    ahead: ReadAhead,
-    blobs: Sequence[str],
+    found: Mapping[tuple[str, str], AdapterVersion],
 ) -> tuple[list[AdapterRecord], bool]:
-    """The records with their versions, and whether all of them could be read.
+    """The records with their versions, of which some were found already, and whether all of them could be read.
 
     Records that hold the versions themselves are written in the present format.
     """
-    wanted = [
+    left = [
         (adapter_id, digest)
-        for adapter_id, found in stored.items()
-        if isinstance(found, StoredRecord) and not found.is_old
-        for digest in found.digests
+        for adapter_id, one in stored.items()
+        if isinstance(one, StoredRecord) and not one.is_old
+        for digest in one.digests
+        if (adapter_id, digest) not in found
     ]
-    if ahead.is_ahead:
-        await calls.read(ahead.expect_versions, [(name, known.version_tag(name)) for name in wanted], blobs)
-    documents = await _each(calls, partial(_read_version, ahead, known), wanted, is_near=ahead.is_ahead)
+    read = await _each(calls, partial(_read_version, store, known), left)
     records, is_all_read = [], True
-    for adapter_id, found in stored.items():
-        if isinstance(found, str):
+    for adapter_id, one in stored.items():
+        if isinstance(one, str):
             is_all_read = False
-            logger.error("adapter record unreadable adapter_id=%s reason=%s", adapter_id, found)
-            records.append(unreadable(adapter_id, found))
-        elif found.record.state is AdapterState.DELETING:
+            logger.error("adapter record unreadable adapter_id=%s reason=%s", adapter_id, one)
+            records.append(unreadable(adapter_id, one))
+        elif one.record.state is AdapterState.DELETING:
             continue
-        elif found.is_old:
-            await calls.change(_write_anew, store, found.record)
-            records.append(found.record)
+        elif one.is_old:
+            await calls.change(_write_anew, store, one.record)
+            records.append(one.record)
         else:
             versions: dict[str, AdapterVersion] = {}
-            for digest in found.digests:
-                match documents[adapter_id, digest]:
+            for digest in one.digests:
+                match found.get((adapter_id, digest)) or read[adapter_id, digest]:
                     case AdapterVersion() as version:
                         versions[digest] = version
                     case reason:
                         # Gone: a version that was deleted, if the record could not be written after that.
-                        if reason != _GONE or digest == found.record.active_digest:
+                        if reason != _GONE or digest == one.record.active_digest:
                             is_all_read = False
                         logger.warning("version left out adapter_id=%s digest=%s: %s", adapter_id, digest, reason)
-            records.append(with_versions(found, versions))
+            records.append(with_versions(one, versions))
     return records, is_all_read
 
 
-def _read_version(ahead: ReadAhead, known: KnownDocuments, name: tuple[str, str]) -> AdapterVersion | str:
+def _read_version(store: ArtifactStore, known: KnownDocuments, name: tuple[str, str]) -> AdapterVersion | str:
     """The version, or why it cannot be read."""
     try:
         known_tag = known.version_tag(name)
-        document, tag = ahead.read_version(*name, known_tag)
+        document, tag = store.read_version(*name, known_tag)
         if tag == known_tag:
             return known.version(name)
-        version = decode_version(document)
+        version = version_under(name[1], document)
     except FileNotFoundError:
         return _GONE
     except ValueError as error:
         return str(error)
-    if version.digest != name[1]:
-        return "it is another version's"
     known.add_version(name[0], tag, version)
     return version
 
@@ -234,16 +240,18 @@ def _is_old(document: bytes | None) -> bool:
 async def _blobs_in_order(
     store: ArtifactStore,
     calls: StoreCalls,
-    names: StoredNames,
+    names: Sequence[str],
     records: list[AdapterRecord],
-    ahead: ReadAhead,
+    found: set[str],
     *,
     is_all_read: bool,
 ) -> frozenset[str]:
+    """The blobs that are complete and named; some were found already. Others are removed if nobody has them."""
     named = {version.digest for record in records for version in record.versions}
-    whole = await _each(calls, ahead.has_blob, names.blobs, is_near=ahead.is_ahead)
+    whole = await _each(calls, store.has_blob, [digest for digest in names if digest not in found])
     complete = set()
-    for digest, is_complete in whole.items():
+    for digest in names:
+        is_complete = digest in found or whole[digest]
         if is_complete and (digest in named or not is_all_read):
             complete.add(digest)
         elif await calls.read(store.may_be_written, digest):
@@ -254,22 +262,18 @@ async def _blobs_in_order(
     return frozenset(complete)
 
 
-async def _each(
-    calls: StoreCalls, read: Callable[[_Item], _T], items: Iterable[_Item], *, is_near: bool = False
-) -> dict[_Item, _T]:
+async def _each(calls: StoreCalls, read: Callable[[_Item], _T], all_items: Sequence[_Item]) -> dict[_Item, _T]:
     """What `read` gives for each item, many at a time, in the order of the items.
 
     A storage that responds at once is read by few threads, many items at a call: more would wait for each other. One
-    that is far away is read by many threads. `is_near`: one call at a time, and no look at how far it is.
+    that is far away is read by many threads.
     """
-    all_items = list(items)
     found: dict[_Item, _T] = {}
-    num_first = 0 if is_near else _FIRST
-    first = await asyncio.gather(*(calls.read(_timed, read, item) for item in all_items[:num_first]))
+    first = await asyncio.gather(*(calls.read(_timed, read, item) for item in all_items[:_FIRST]))
     found.update(zip(all_items, (result for result, _ in first), strict=False))
     is_far = min((took_s for _, took_s in first), default=0.0) > _FAR_S
     at_once, size = (_FAR_AT_ONCE, _FAR_SIZE) if is_far else (_NEAR_AT_ONCE, _NEAR_SIZE)
-    batches = iter([all_items[start : start + size] for start in range(num_first, len(all_items), size)])
+    batches = iter([all_items[start : start + size] for start in range(_FIRST, len(all_items), size)])
 
     async def read_on() -> None:
         for batch in batches:

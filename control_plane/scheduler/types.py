@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.v1.sampling import SamplingValues
+from control_plane.scheduler.adapter_ref import AdapterRef as AdapterRef
 from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs
 from control_plane.scheduler.logprobs import TokenLogprobs as TokenLogprobs
 
@@ -30,16 +31,6 @@ RequestId = NewType("RequestId", int)  # made by the fleet, never reused within 
 def sample_seed(seed: int, index: int) -> int:
     """Seed of one sample of a request, 64-bit unsigned: the request's own for index 0, far apart for the others."""
     return (seed + index * 0x9E3779B97F4A7C15) % 2**64
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRef:
-    """One adapter version as the scheduler sees it."""
-
-    digest: str  # 64 lower-case hexadecimal digits
-    arena_bytes: int  # what it takes of a worker's arena, page rounding included
-    context_length: int = 0  # tokens that its own rotary embedding was trained for; 0: it has the base model's
-    vocab_size: int | None = None  # tokens of its own vocabulary; None: the base model's
 
 
 class Combination(enum.Enum):

@@ -11,19 +11,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, fields
-from functools import lru_cache
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from control_plane.access.visibility import Ownership, Visibility
-from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, StoredRecord
+from control_plane.registry.records import AdapterVersion, StoredRecord
+from control_plane.registry.snapshot.entries import (
+    FIELDS,
+    ModuleLists,
+    RecordEntry,
+    VersionEntry,
+    record_entry,
+    stored_record,
+    stored_version,
+    version_entry,
+)
 from control_plane.registry.snapshot.snapshot_file import read_frames, write_frames
-from control_plane.registry.versions.rollout import NO_ROLLOUT, decode_rollout, encode_rollout
-from control_plane.registry.versions.verification import Verification
-from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +35,9 @@ _OUTDATED_SHARE = 0.1  # of the documents: so many were read although there was 
 _FRAME_SIZE = 1000  # documents; takes a few ms to write
 _RECORDS, _VERSIONS = "records", "versions"
 
-_RECORD_FIELDS = [f.name for f in fields(AdapterRecord)]
-_STATE, _REASON, _OF_RECORD, _OWNERSHIP, _ROLLOUT = map(
-    _RECORD_FIELDS.index, ("state", "state_reason", "versions", "ownership", "rollout")
-)
-_MODULES = [f.name for f in fields(AdapterVersion)].index("target_modules")
-_VERSION_FIELDS = [f.name for f in fields(AdapterVersion) if f.name != "target_modules"]
-_SIGNATURE, _VERIFICATION = _VERSION_FIELDS.index("signature"), _VERSION_FIELDS.index("verification")
-_record_values = attrgetter(*_RECORD_FIELDS)
-_version_values = attrgetter(*_VERSION_FIELDS)
-# What the values mean: a field more, or one of another type, and they are read from the store again.
-FIELDS = tuple(
-    (kind.__name__, tuple((f.name, str(f.type)) for f in fields(kind)))
-    for kind in (AdapterRecord, AdapterVersion, SignatureVerdict, Verification, Ownership)
-)
-
-
-_KnownRecord: TypeAlias = tuple[str, str, tuple[str, ...], tuple[Any, ...]]  # id, tag, digests of versions, values
-# Id, digest, tag, place of its modules in the frame, values; and its modules.
-_KnownVersion: TypeAlias = tuple[tuple[str, str, str, int, tuple[Any, ...]], tuple[str, ...]]
+_KnownVersion: TypeAlias = tuple[VersionEntry, tuple[str, ...]]  # and its modules
+# A name, the tag of its record, and digests and tags of its versions.
+KnownTags: TypeAlias = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 class KnownDocuments:
@@ -61,10 +48,11 @@ class KnownDocuments:
         self._path = path
         self._subject = (store, FIELDS)
         self._min_read = min_read
-        self._records: dict[str, _KnownRecord] = {}
+        self._records: dict[str, RecordEntry] = {}
         self._versions: dict[tuple[str, str], _KnownVersion] = {}  # by id and digest
-        self._seen_records: list[tuple[str, str, StoredRecord]] = []  # id, tag
-        self._seen_versions: list[tuple[str, str, AdapterVersion]] = []  # id, tag
+        self._seen_records: list[RecordEntry] = []
+        self._seen_versions: list[_KnownVersion] = []
+        self._modules: dict[tuple[str, ...], tuple[str, ...]] = {}  # equal lists of modules are one object
         self._writing: threading.Thread | None = None
         self.num_known = 0  # documents that were taken from the file
         self.num_read = 0  # documents that were read from the store
@@ -73,14 +61,17 @@ class KnownDocuments:
         """Read the file. What is wrong with it is a line in the log."""
         if self._path is None:
             return
-        shared: dict[tuple[str, ...], tuple[str, ...]] = {}  # equal lists of modules are one object
         for kind, lists, entries in read_frames(self._path, self._subject):
             if kind == _RECORDS:
                 self._records.update({entry[0]: entry for entry in entries})
             else:
-                modules = [shared.setdefault(names, names) for names in lists]
+                modules = self.shared_lists(lists)
                 for entry in entries:
                     self._versions[entry[0], entry[1]] = (entry, modules[entry[3]])
+
+    def shared_lists(self, lists: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Equal lists of modules, each as the one object that all versions have."""
+        return [self._modules.setdefault(names, names) for names in lists]
 
     def record_tag(self, adapter_id: str) -> str:
         """The tag of the state in which a record is known; empty: it is not known."""
@@ -92,45 +83,57 @@ class KnownDocuments:
         known = self._versions.get(name)
         return "" if known is None else known[0][2]
 
+    def tags(self, adapter_id: str) -> KnownTags:
+        """The tags under which a record is known and, as far as they are, its versions."""
+        known = self._records.get(adapter_id)
+        if known is None:
+            return adapter_id, "", ()
+        versions = ((digest, self.version_tag((adapter_id, digest))) for digest in known[2])
+        return adapter_id, known[1], tuple([version for version in versions if version[1]])
+
     def record(self, adapter_id: str) -> StoredRecord:
         """A record whose present state is the known one."""
-        _, tag, digests, known = self._records.pop(adapter_id)
-        values = list(known)
-        values[_STATE] = AdapterState.ACTIVE
-        values[_OWNERSHIP] = _ownership_of(*values[_OWNERSHIP])
-        values[_ROLLOUT] = decode_rollout(values[_ROLLOUT]) if values[_ROLLOUT] else NO_ROLLOUT
-        stored = StoredRecord(AdapterRecord(*values), digests, is_old=False)
+        entry = self._records.pop(adapter_id)
         self.num_known += 1
-        self._seen_records.append((adapter_id, tag, stored))
-        return stored
+        self._seen_records.append(entry)
+        return stored_record(entry)
 
     def version(self, name: tuple[str, str]) -> AdapterVersion:
         """A version whose present state is the known one."""
-        (_, _, tag, _, known), modules = self._versions.pop(name)
-        values = list(known)
-        if values[_SIGNATURE] is not None or values[_VERIFICATION] is not None:
-            _put_verdicts(values)
-        values.insert(_MODULES, modules)
-        version = AdapterVersion(*values)
+        known = self._versions.pop(name)
         self.num_known += 1
-        self._seen_versions.append((name[0], tag, version))
-        return version
+        self._seen_versions.append(known)
+        return stored_version(*known)
 
-    def add_record(self, adapter_id: str, tag: str, stored: StoredRecord) -> None:
-        """Keep a record that was read. One in an old format is written anew, and has another tag then."""
-        self.num_read += 1
-        if self._path is not None and not stored.is_old:
-            self._seen_records.append((adapter_id, tag, stored))
-
-    def add_version(self, adapter_id: str, tag: str, version: AdapterVersion) -> None:
-        """Keep a version that was read."""
+    def read_record(self, entry: RecordEntry) -> StoredRecord:
+        """A record that another process read."""
         self.num_read += 1
         if self._path is not None:
-            self._seen_versions.append((adapter_id, tag, version))
+            self._seen_records.append(entry)
+        return stored_record(entry)
+
+    def read_version(self, entry: VersionEntry, modules: tuple[str, ...]) -> AdapterVersion:
+        """A version that another process read."""
+        self.num_read += 1
+        if self._path is not None:
+            self._seen_versions.append((entry, modules))
+        return stored_version(entry, modules)
+
+    def add_record(self, adapter_id: str, tag: str, stored: StoredRecord) -> None:
+        """Keep a record that was read here. One in an old format is written anew, and has another tag then."""
+        self.num_read += 1
+        if self._path is not None and not stored.is_old:
+            self._seen_records.append(record_entry(adapter_id, tag, stored))
+
+    def add_version(self, adapter_id: str, tag: str, version: AdapterVersion) -> None:
+        """Keep a version that was read here."""
+        self.num_read += 1
+        if self._path is not None:
+            self._seen_versions.append((version_entry(adapter_id, tag, version, {}), version.target_modules))
 
     def finish(self) -> None:
         """Begin to write the file anew in a thread, if a start would gain by it. All documents were looked at."""
-        self._records, self._versions = {}, {}
+        self._records, self._versions, self._modules = {}, {}, {}
         records, self._seen_records = self._seen_records, []
         versions, self._seen_versions = self._seen_versions, []
         if self._path is None or self.num_read < max(self._min_read, _OUTDATED_SHARE * self.num_known):
@@ -144,9 +147,7 @@ class KnownDocuments:
         if self._writing is not None:
             self._writing.join()
 
-    def _write(
-        self, path: Path, records: list[tuple[str, str, StoredRecord]], versions: list[tuple[str, str, AdapterVersion]]
-    ) -> None:
+    def _write(self, path: Path, records: list[RecordEntry], versions: list[_KnownVersion]) -> None:
         begun_s = time.perf_counter()
         try:
             write_frames(path, self._subject, _frames(records, versions))
@@ -161,51 +162,12 @@ class KnownDocuments:
         )
 
 
-def _frames(
-    records: list[tuple[str, str, StoredRecord]], versions: list[tuple[str, str, AdapterVersion]]
-) -> Iterator[object]:
+def _frames(records: list[RecordEntry], versions: list[_KnownVersion]) -> Iterator[object]:
     for start in range(0, len(records), _FRAME_SIZE):
-        yield _RECORDS, [], [_of_record(*seen) for seen in records[start : start + _FRAME_SIZE]]
+        yield _RECORDS, [], records[start : start + _FRAME_SIZE]
     for start in range(0, len(versions), _FRAME_SIZE):
-        places: dict[tuple[str, ...], int] = {}  # lists of modules, each once in a frame
+        lists: ModuleLists = {}
         entries = []
-        for adapter_id, tag, version in versions[start : start + _FRAME_SIZE]:
-            place = places.setdefault(version.target_modules, len(places))
-            entries.append((adapter_id, version.digest, tag, place, _without_verdicts(_version_values(version))))
-        yield _VERSIONS, list(places), entries
-
-
-def _of_record(adapter_id: str, tag: str, stored: StoredRecord) -> _KnownRecord:
-    values = list(_record_values(stored.record))
-    values[_STATE], values[_REASON], values[_OF_RECORD] = None, "", ()  # none of them is in a record's document
-    ownership = stored.record.ownership
-    values[_OWNERSHIP] = (ownership.owner, ownership.visibility.value, ownership.shared_with)
-    values[_ROLLOUT] = encode_rollout(stored.record.rollout)
-    return adapter_id, tag, stored.digests, tuple(values)
-
-
-@lru_cache(maxsize=1024)
-def _ownership_of(owner: str, visibility: str, tenants: tuple[str, ...]) -> Ownership:
-    """One object for many names."""
-    return Ownership(owner, Visibility(visibility), tenants)
-
-
-def _without_verdicts(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values of a version with plain ones in the place of signature and verification."""
-    signature, verification = values[_SIGNATURE], values[_VERIFICATION]
-    if signature is None and verification is None:
-        return values
-    plain = list(values)
-    if signature is not None:
-        plain[_SIGNATURE] = asdict(signature) | {"method": signature.method.value}
-    if verification is not None:
-        plain[_VERIFICATION] = asdict(verification)
-    return tuple(plain)
-
-
-def _put_verdicts(values: list[Any]) -> None:
-    """Put back what `_without_verdicts` took out."""
-    if signature := values[_SIGNATURE]:
-        values[_SIGNATURE] = SignatureVerdict(**signature | {"method": SignatureMethod(signature["method"])})
-    if verification := values[_VERIFICATION]:
-        values[_VERIFICATION] = Verification(**verification)
+        for (adapter_id, digest, tag, _, values), modules in versions[start : start + _FRAME_SIZE]:
+            entries.append((adapter_id, digest, tag, lists.setdefault(modules, len(lists)), values))
+        yield _VERSIONS, list(lists), entries

@@ -171,13 +171,13 @@ class ArtifactStore:
                 logger.warning("another server counted its start, counting again")
 
     def _known(self, directory: str, is_known: Callable[[str], bool]) -> tuple[str, ...]:
-        known = []
-        for name in [entry.name for entry in self._store.list(directory, names_only=True)]:
-            if is_known(name):
-                known.append(name)
-            else:
-                logger.warning("directory in the store is not ours, left alone name=%r", f"{directory}/{name}")
-        return tuple(known)
+        names = [entry.name for entry in self._store.list(directory, names_only=True)]
+        known = tuple([name for name in names if is_known(name)])
+        if len(known) < len(names):
+            for name in names:
+                if not is_known(name):
+                    logger.warning("directory in the store is not ours, left alone name=%r", f"{directory}/{name}")
+        return known
 
     # ---- blobs ----
 

@@ -1,28 +1,52 @@
-"""A process that reads files of a store's directory for a start, see read_ahead.py. Imports little, to start fast.
+"""A process that reads and parses documents of a store's directory for a start, see read_ahead.py.
 
-Standard input has frames with a list of pairs: a key, and the tag under which its content is known (None: only whether
-the key has content is of interest). Standard output has frames with a result for each pair, in their order: what
-`store.read_document` gives, True for a key that is there, or None for whatever went wrong.
-
-Documents come as beginning, end and tag: most versions end alike, in thousands of bytes, and `marshal` writes an object
-once for a frame.
+Standard input has one frame, a list of names with the tags under which their documents are known (`KnownTags`).
+Standard output has frames of what was found, each some hundred documents. What could not be read, or is not as it
+should be, is in none of them: the server looks at it itself.
 """
 
 from __future__ import annotations
 
+import gc
 import marshal
+import os
 import struct
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, NamedTuple
 
+from control_plane.registry.snapshot.entries import (
+    ModuleLists,
+    RecordEntry,
+    VersionEntry,
+    record_entry,
+    version_entry,
+)
+from control_plane.registry.snapshot.known_documents import KnownTags
 from control_plane.registry.store.directory_store import DirectoryStore
+from control_plane.registry.store.keys import manifest_key, record_key, version_key
+from control_plane.registry.store.named_documents import record_under, version_under
 from control_plane.registry.store.store import read_document
 
 FRAME_LENGTH = struct.Struct("<Q")
-Look: TypeAlias = tuple[str, str | None]
-Found: TypeAlias = tuple[bytes, bytes, str] | bool | None
-_FRAME_SIZE = 256  # results, of a few KiB each
+_FRAME_SIZE = 512  # documents, of a few hundred bytes each
+
+
+class Frame(NamedTuple):
+    """What was found of some names, as plain values."""
+
+    num_names: list[int]  # that were looked at, one item
+    records: list[RecordEntry]
+    same_records: list[str]  # ids, in the state in which they are known
+    lists: list[tuple[str, ...]]  # of modules, where `versions` point to
+    versions: list[VersionEntry]
+    same_versions: list[tuple[str, str]]  # ids and digests, in the state in which they are known
+    blobs: list[str]  # digests of versions whose blob is complete
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.records) + len(self.same_records) + len(self.versions) + len(self.same_versions)
 
 
 class _NoFence:
@@ -38,46 +62,84 @@ class _NoFence:
 
 
 def main() -> None:
-    """Give results until standard input ends."""
-    looks = Looks(DirectoryStore(Path(sys.argv[1]), fence=_NoFence()))
-    while (requested := read_frame(sys.stdin.buffer)) is not None:
-        for start in range(0, len(requested), _FRAME_SIZE):
-            write_frame(sys.stdout.buffer, [looks.found(look) for look in requested[start : start + _FRAME_SIZE]])
+    """Look at what the server wants to know, and end."""
+    gc.disable()  # what is made is gone with its frame
+    os.chdir(sys.argv[1])  # the kernel has less of each path to walk
+    store = DirectoryStore(Path(), fence=_NoFence())
+    for frame in frames(store, read_frame(sys.stdin.buffer) or ()):
+        write_frame(sys.stdout.buffer, tuple(frame))
 
 
-class Looks:
-    """Reads documents, and remembers how the last one ended."""
+def frames(store: DirectoryStore, names: Iterable[KnownTags]) -> Iterator[Frame]:
+    """What is found of the names, in their order."""
+    frame, lists = _new_frame(), ModuleLists()
+    for name in names:
+        _look(store, name, frame, lists)
+        frame.num_names[0] += 1
+        if frame.num_documents >= _FRAME_SIZE:
+            frame.lists.extend(lists)
+            yield frame
+            frame, lists = _new_frame(), ModuleLists()
+    frame.lists.extend(lists)
+    yield frame
 
-    def __init__(self, store: DirectoryStore) -> None:
-        self._store = store
-        self._end = b""
 
-    def found(self, look: Look) -> Found:
-        """The result of one look."""
-        key, known_tag = look
+def _new_frame() -> Frame:
+    return Frame([0], [], [], [], [], [], [])
+
+
+def _look(store: DirectoryStore, name: KnownTags, frame: Frame, lists: ModuleLists) -> None:
+    adapter_id, known_tag, known_versions = name
+    digests: Iterable[str]
+    try:
+        document, tag = read_document(store, record_key(adapter_id), known_tag)
+        if tag == known_tag:
+            frame.same_records.append(adapter_id)
+            digests = [digest for digest, _ in known_versions]
+        else:
+            stored = record_under(adapter_id, document)
+            if stored.is_old:
+                return
+            frame.records.append(record_entry(adapter_id, tag, stored))
+            digests = stored.digests
+    except (OSError, ValueError):
+        return
+    known_tags = dict(known_versions)
+    for digest in digests:
         try:
-            if known_tag is None:
-                return True if self._store.head(key) is not None else None
-            content, tag = read_document(self._store, key, known_tag)
-        except OSError:
-            return None
-        if not (self._end and content.endswith(self._end)):
-            self._end = content[content.find(b"[") :] if b"[" in content else b""  # from the first list on
-        return content[: len(content) - len(self._end)], self._end, tag
+            known_tag = known_tags.get(digest, "")
+            document, tag = read_document(store, version_key(adapter_id, digest), known_tag)
+            if tag == known_tag:
+                frame.same_versions.append((adapter_id, digest))
+            else:
+                version = version_under(digest, document)
+                frame.versions.append(version_entry(adapter_id, tag, version, lists))
+            if store.has(manifest_key(digest)):
+                frame.blobs.append(digest)
+        except (OSError, ValueError):
+            continue
 
 
-def read_frame(file: BinaryIO) -> list[Any] | None:
-    """The next list; None at the end, also where it comes too early."""
-    header = file.read(FRAME_LENGTH.size)
+def read_frame(file: BinaryIO) -> Any:
+    """The next values; None at the end, also where it comes too early."""
+    header = _read(file, FRAME_LENGTH.size)
     if len(header) < FRAME_LENGTH.size:
         return None
     (size_bytes,) = FRAME_LENGTH.unpack(header)
-    data = file.read(size_bytes)
+    data = _read(file, size_bytes)
     return marshal.loads(data) if len(data) == size_bytes else None
 
 
-def write_frame(file: BinaryIO, values: list[Any]) -> None:
-    """Send a list. Raises BrokenPipeError where nobody reads."""
+def _read(file: BinaryIO, size_bytes: int) -> bytes:
+    """So many bytes, fewer at the end. The file may be without a buffer."""
+    data = file.read(size_bytes)
+    while 0 < len(data) < size_bytes and (more := file.read(size_bytes - len(data))):
+        data += more
+    return data
+
+
+def write_frame(file: BinaryIO, values: Any) -> None:
+    """Send values. Raises BrokenPipeError where nobody reads."""
     data = marshal.dumps(values)
     file.write(FRAME_LENGTH.pack(len(data)))
     file.write(data)

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from contract.ids import is_digest
-from control_plane.checks import LABEL_KEY_FORM, Violations, is_label_key, quoted
+from contract.ids import is_digest, is_label_key
 
 MAX_VERSION_LABELS = 64
 MAX_KEPT_VERSIONS = 500  # far enough below the most versions of a name for those that are kept beside these
@@ -119,34 +118,6 @@ class VersionRollout:
 
 
 AT_ONCE = VersionRollout()
-
-
-# ---- what clients send ----
-
-
-def check_version_labels(labels: Collection[str], field: str, violations: Violations) -> bool:
-    """Labels of versions, each once. Returns whether there are few enough to be looked at one by one."""
-    if len(labels) > MAX_VERSION_LABELS:
-        violations.add(field, f"has {len(labels)} labels; use at most {MAX_VERSION_LABELS}")
-        return False
-    for label in labels:
-        if not is_label_key(label):
-            violations.add(field, f"{quoted(label)} is not a valid label of a version: {LABEL_KEY_FORM}")
-    if len(set(labels)) < len(labels):
-        violations.add(field, "names a label twice; name each once")
-    return True
-
-
-def check_per_mille(per_mille: int, field: str, violations: Violations) -> None:
-    """A share of requests."""
-    if per_mille > PER_MILLE:
-        violations.add(field, f"is {per_mille}; use a share in thousandths, at most {PER_MILLE}")
-
-
-def check_keep_versions(count: int, field: str, violations: Violations) -> None:
-    """A number of versions to keep."""
-    if count > MAX_KEPT_VERSIONS:
-        violations.add(field, f"is {count}; use a count of at most {MAX_KEPT_VERSIONS}, or 0 to keep all")
 
 
 # ---- as a part of the record's document ----

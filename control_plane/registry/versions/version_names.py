@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from control_plane.checks import LABEL_KEY_FORM, Violations, check_adapter_id, is_label_key, quoted
+from contract.ids import LABEL_KEY_FORM, is_label_key
+from control_plane.checks import Violations, check_adapter_id, quoted
 
 _PREFIX = "adapters/"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")

@@ -1,4 +1,4 @@
-"""What a start reads with a second process is what it reads alone, also where that process dies."""
+"""What a start reads with further processes is what it reads alone, also where such a process dies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from control_plane.registry.recovery import Recovered, recover
 from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store import read_ahead
 from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.store import Document
 from tests.control_plane.registry.rig import CALLS, files, open_registry
 
-# More than the process sends at a time, and not a multiple of that.
-NUM_NAMES = 300
+# With their versions more than two processes send at a time, and not a multiple of that.
+NUM_NAMES = 500
 
 
 @pytest.fixture
@@ -54,10 +55,21 @@ async def start(root: Path, *, min_ahead: int, snapshot: Path | None = None) -> 
     return recovered, known
 
 
-async def test_two_processes_find_what_one_finds(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_three_processes_find_what_one_finds(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     alone, _ = await start(root, min_ahead=NUM_NAMES + 1)
+    read_here: list[str] = []
+    read = ArtifactStore.read_record
+
+    def read_record(store: ArtifactStore, name: str, tag: str = "") -> Document:
+        read_here.append(name)
+        return read(store, name, tag)
+
+    monkeypatch.setattr(ArtifactStore, "read_record", read_record)
     both, known = await start(root, min_ahead=NUM_NAMES, snapshot=tmp_path / "snapshot")
     assert both == alone
+    assert read_here == ["name-100", "name-101"], "whatever is right was read by the other processes"
     assert len(alone.blobs) == 1
     failed = [record.adapter_id for record in alone.records if record.state is AdapterState.FAILED]
     assert failed == ["name-100", "name-101", "name-103"]

@@ -1,0 +1,25 @@
+"""The documents that lie under a name, read and compared with that name: each says itself whose it is."""
+
+from __future__ import annotations
+
+from contract.ids import is_digest
+from control_plane.registry.records import AdapterVersion, StoredRecord, decode_record, decode_version
+
+
+def record_under(adapter_id: str, document: bytes) -> StoredRecord:
+    """The record of this name. Raises ValueError with what is wrong."""
+    stored = decode_record(document)
+    if stored.record.adapter_id != adapter_id:
+        raise ValueError("it is another adapter's")
+    active = stored.record.active_digest  # empty: all versions are held
+    if not all(map(is_digest, stored.digests)) or (active not in ("", *stored.digests) and not is_digest(active)):
+        raise ValueError("a digest in it is none")
+    return stored
+
+
+def version_under(digest: str, document: bytes) -> AdapterVersion:
+    """The version of this digest. Raises ValueError with what is wrong."""
+    version = decode_version(document)
+    if version.digest != digest:
+        raise ValueError("it is another version's")
+    return version
