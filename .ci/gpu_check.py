@@ -58,7 +58,7 @@ NEEDED_TO_SERVE = (
 NEEDED_TO_SERVE += ("grpc_reflection",)
 GPU_TESTS = ROOT / "tests" / "gpu"
 SERVED_TESTS = "test_served_generation.py"
-ENGINE_TESTS = ("test_engine_generation.py", "test_fusion.py")
+ENGINE_TESTS = ("test_engine_generation.py", "test_fp8_engine.py", "test_fusion.py")
 # Seconds of each part. Together below the nine minutes that all of it may take; every other test of tests/gpu is in
 # the first part.
 BUDGETS_S = {"kernels": 150.0, "engine": 90.0, "served": 60.0, "steps": 140.0, "times": 75.0}

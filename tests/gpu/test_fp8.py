@@ -87,6 +87,19 @@ def test_a_row_has_the_same_bits_beside_other_rows(out_features: int, in_feature
         assert torch.equal(fp8_linear(part, weight, None, torch.bfloat16), whole[begin:end]), f"rows {begin} to {end}"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("num_rows", [3, 64])
+def test_a_row_that_is_not_finite_spoils_no_other(value: float, num_rows: int) -> None:
+    x = torch.randn(num_rows, 4096, generator=torch.Generator().manual_seed(0)).to(CUDA, torch.bfloat16)
+    weight = quantize_rows(torch.randn(512, 4096, generator=torch.Generator().manual_seed(1)).to(CUDA))
+    expected = fp8_linear(quantize_rows(x), weight, None, torch.bfloat16)
+    x[1, 7] = value
+    found = fp8_linear(quantize_rows(x), weight, None, torch.bfloat16)
+    assert found.isfinite().all(dim=1).tolist() == [row != 1 for row in range(num_rows)]
+    others = torch.arange(num_rows, device=CUDA) != 1
+    assert torch.equal(found[others], expected[others])
+
+
 def test_a_weight_that_no_gpu_multiplies_is_refused_by_its_size() -> None:
     rows = quantize_rows(torch.ones(24, 40, device=CUDA))
     with pytest.raises(ValueError, match="the product is of 24 outputs and 40 inputs, want multiples of 16"):
