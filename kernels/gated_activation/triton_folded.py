@@ -13,7 +13,7 @@ from kernels.buckets import ceil_div
 from kernels.gated_activation.triton_kernel import gated
 from kernels.lora.expansion import Expansion
 from kernels.lora.segments import padded_block_tokens
-from kernels.lora.triton_expand import expand_arguments, expanded
+from kernels.lora.triton_expand import expanded, folded_arguments
 from kernels.lora.triton_pages import block_tokens
 
 
@@ -125,7 +125,6 @@ def tile_columns(expansion: Expansion) -> int | None:
 def gated_activation(expansion: Expansion, activation: str, columns: int) -> torch.Tensor:
     """[T, n] of expansion.y [T, 2 n]; `columns` from tile_columns."""
     y, group, segments = expansion.y, expansion.group, expansion.segments
-    assert segments.token_slots is not None, "tile_columns says that there is no tile"
     num_tokens, width = y.shape[0], y.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=y.dtype, device=y.device)
     if out.numel() == 0:
@@ -133,24 +132,18 @@ def gated_activation(expansion: Expansion, activation: str, columns: int) -> tor
     rows = padded_block_tokens(segments.block_tokens)
     gate_expand_kernel[(segments.num_blocks + ceil_div(num_tokens, rows), ceil_div(width, columns))](
         out_ptr=out,
-        y_ptr=y,
         order_ptr=segments.order,
         block_slot_ptr=segments.block_slot,
         block_start_ptr=segments.block_start,
         block_end_ptr=segments.block_end,
-        token_slots_ptr=segments.token_slots,
         num_tokens=num_tokens,
         num_blocks=segments.num_blocks,
-        num_slots=segments.num_slots,
-        stride_yt=y.stride(0),
-        **expand_arguments(expansion.h, group, expansion.epilogue),
+        **folded_arguments(expansion),
         WIDTH=width,
         IS_JOINT=group.num_modules == 1,
         ACTIVATION=activation,
         BLOCK_T=rows,
         BLOCK_N=columns,
         num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=False,
     )
     return out

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kernels.buckets import ceil_div
 from kernels.devices import device_name
+from kernels.lora.expansion import Expansion
 from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
 from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, ModuleGroup
 from kernels.lora.segments import AdapterSegments, padded_block_tokens
@@ -22,6 +23,8 @@ from kernels.lora.triton_pages import block_tokens, load_vector, page_offsets, p
 
 # Ranks of one step of a program. Fixed, since it decides the order of the sum.
 EXPAND_RANKS = 32
+# How every kernel is compiled that expands.
+AS_EXPAND = {"num_stages": 1, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -125,6 +128,77 @@ def expanded(
         else:
             acc *= dora_scale
     return acc
+
+
+@triton.jit
+def expand_token(
+    token,
+    slot,
+    column,  # the first of some columns of the part
+    PART: tl.constexpr,  # which module of the group, unless they are joint
+    PART_BEGIN: tl.constexpr,  # the part's first column in y
+    PART_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,  # how many; past the part there are none
+    y_ptr,
+    rank_ptr,
+    stride_yt,
+    h_ptr,
+    pages_ptr,
+    page_ids_ptr,
+    first_ptr,
+    scaling_ptr,
+    values_ptr,
+    dora_scale_ptr,
+    lora_bias_ptr,
+    base_bias_ptr,
+    in_tiles,
+    width,
+    stride_hp,
+    stride_hs,
+    stride_ht,
+    stride_table,
+    stride_dora_scale,
+    stride_lora_bias,
+    IS_JOINT: tl.constexpr,  # one module is all of y
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    H_ALIGN: tl.constexpr,
+    HAS_DORA_SCALE: tl.constexpr,
+    HAS_LORA_BIAS: tl.constexpr,
+    HAS_BASE_BIAS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+    PAGE_VALUES: tl.constexpr,
+    Y_WIDTH: tl.constexpr,
+):
+    """Add what the adapter of `slot` adds to some columns of one part of a token's row of y, and round them.
+
+    For programs of one token. Other threads of the program may read the row behind a barrier.
+    """
+    module = tl.full((), 0 if IS_JOINT else PART, tl.int32)
+    out_features = Y_WIDTH if IS_JOINT else PART_WIDTH
+    rank = tl.load(rank_ptr + module.to(tl.int64) * stride_table + slot)
+    if rank > 0:
+        # The token is the first of a block that has no other.
+        tokens = tl.zeros((BLOCK_T,), tl.int64) + token
+        is_token = tl.arange(0, BLOCK_T) == 0
+        for begin in tl.static_range(0, COLUMNS, BLOCK_N):
+            offs = column + begin + tl.arange(0, BLOCK_N)
+            is_y = is_token[:, None] & (offs < PART_WIDTH)[None, :]
+            y_columns = PART_BEGIN + offs
+            y_at = (y_ptr + tokens * stride_yt)[:, None] + y_columns[None, :]
+            base = tl.load(y_at, mask=is_y, other=0.0).to(tl.float32)
+            in_module = column + begin + (PART_BEGIN if IS_JOINT else 0)
+            total = expanded(
+                base, tokens, is_token, slot, module, rank, in_module, out_features, y_columns, h_ptr, pages_ptr,
+                page_ids_ptr, first_ptr, scaling_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr,
+                in_tiles, width, stride_hp, stride_hs, stride_ht, stride_table, stride_dora_scale, stride_lora_bias,
+                BLOCK_T, BLOCK_R, BLOCK_N, NUM_PLANES, H_ALIGN, True, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS,
+                TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
+            )  # fmt: skip
+            tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=is_y)
 
 
 @triton.jit(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])
@@ -240,6 +314,20 @@ def expand_arguments(h: torch.Tensor, group: ModuleGroup, epilogue: Epilogue | N
     }
 
 
+def folded_arguments(expansion: Expansion) -> dict[str, Any]:
+    """What every kernel takes that expands on the way to something else, by name: the same bits as an expand's own."""
+    y, group, segments = expansion.y, expansion.group, expansion.segments
+    assert segments.token_slots is not None, "columns_of_tiles says that there is no tile"
+    return {
+        "y_ptr": y,
+        "token_slots_ptr": segments.token_slots,
+        "num_slots": segments.num_slots,
+        "stride_yt": y.stride(0),
+        **expand_arguments(expansion.h, group, expansion.epilogue),
+        **AS_EXPAND,
+    }
+
+
 def expand(
     h: torch.Tensor,
     y: torch.Tensor,
@@ -274,6 +362,5 @@ def expand(
         BLOCK_N=launch.out_columns,
         ADD_INPUTS=add_inputs,
         num_warps=launch.num_warps,
-        num_stages=1,
-        enable_fp_fusion=False,
+        **AS_EXPAND,
     )

@@ -14,7 +14,7 @@ from kernels.buckets import round_up
 from kernels.fp8_rows.triton_kernel import num_warps_for
 from kernels.lora.expansion import MOST_TOKENS, Expansion
 from kernels.lora.segments import MIN_BLOCK_TOKENS
-from kernels.lora.triton_expand import expand_arguments, expanded
+from kernels.lora.triton_expand import expand_token, folded_arguments
 from kernels.rms_norm.triton_kernel import norm_row
 
 
@@ -67,25 +67,13 @@ def norm_expand_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(token_slots_ptr + token)
     if (slot >= 0) & (slot < num_slots):
-        rank = tl.load(rank_ptr + slot)
-        if rank > 0:
-            module = tl.full((), 0, tl.int32)
-            # The token is the first of a block that has no other.
-            tokens = tl.zeros((BLOCK_T,), tl.int64) + token
-            is_token = tl.arange(0, BLOCK_T) == 0
-            for column in tl.static_range(0, HIDDEN, BLOCK_N):
-                offs_n = column + tl.arange(0, BLOCK_N)
-                is_y = is_token[:, None] & (offs_n < HIDDEN)[None, :]
-                y_at = (y_ptr + tokens * stride_yt)[:, None] + offs_n[None, :]
-                base = tl.load(y_at, mask=is_y, other=0.0).to(tl.float32)
-                total = expanded(
-                    base, tokens, is_token, slot, module, rank, tl.full((), column, tl.int32), HIDDEN, offs_n, h_ptr,
-                    pages_ptr, page_ids_ptr, first_ptr, scaling_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr,
-                    base_bias_ptr, in_tiles, width, stride_hp, stride_hs, stride_ht, stride_table, stride_dora_scale,
-                    stride_lora_bias, BLOCK_T, BLOCK_R, BLOCK_N, NUM_PLANES, H_ALIGN, True, HAS_DORA_SCALE,
-                    HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
-                )  # fmt: skip
-                tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=is_y)
+        expand_token(
+            token, slot, tl.full((), 0, tl.int32), 0, 0, HIDDEN, HIDDEN, y_ptr, rank_ptr, stride_yt, h_ptr, pages_ptr,
+            page_ids_ptr, first_ptr, scaling_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr, in_tiles,
+            width, stride_hp, stride_hs, stride_ht, stride_table, stride_dora_scale, stride_lora_bias, False, BLOCK_T,
+            BLOCK_R, BLOCK_N, NUM_PLANES, H_ALIGN, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH,
+            PAGE_RANKS, PAGE_VALUES, HIDDEN,
+        )  # fmt: skip
         # Other threads of the program read the row.
         tl.debug_barrier()
     norm_row(
@@ -111,8 +99,7 @@ def rms_norm(
     columns: int,
 ) -> torch.Tensor:
     """See the package; `columns` from tile_columns."""
-    y, group, segments = expansion.y, expansion.group, expansion.segments
-    assert segments.token_slots is not None, "tile_columns says that there is no tile"
+    y = expansion.y
     num_tokens, hidden = y.shape
     out = torch.empty_like(y, memory_format=torch.contiguous_format)
     if num_tokens == 0:
@@ -120,22 +107,16 @@ def rms_norm(
     block = round_up(hidden)
     norm_expand_kernel[(num_tokens,)](
         out_ptr=out,
-        y_ptr=y,
         residual_ptr=residual,
         weight_ptr=weight,
-        token_slots_ptr=segments.token_slots,
-        num_slots=segments.num_slots,
         eps=eps,
         weight_offset=weight_offset,
-        stride_yt=y.stride(0),
         stride_rt=residual.stride(0),
-        **expand_arguments(expansion.h, group, expansion.epilogue),
+        **folded_arguments(expansion),
         HIDDEN=hidden,
         BLOCK_H=block,
         BLOCK_T=MIN_BLOCK_TOKENS,
         BLOCK_N=columns,
         num_warps=num_warps_for(block),
-        num_stages=1,
-        enable_fp_fusion=False,
     )
     return out

@@ -12,78 +12,10 @@ import triton.language as tl
 
 from kernels.lora.expansion import MOST_TOKENS, Expansion
 from kernels.lora.segments import MIN_BLOCK_TOKENS
-from kernels.lora.triton_expand import expand_arguments, expanded
+from kernels.lora.triton_expand import expand_token, folded_arguments
 from kernels.rope.triton_kernel import BLOCK_HEADS, Store, num_tiles, rope_arguments, turn_tile
 
 _MOST_COLUMNS = 512
-
-
-@triton.jit
-def _add_columns(
-    token,
-    slot,
-    column,  # the first of some columns of the part
-    PART: tl.constexpr,  # 0 query, 1 key, 2 value
-    PART_BEGIN: tl.constexpr,  # the part's first column in y
-    PART_WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,  # how many, a multiple of BLOCK_N
-    y_ptr,
-    rank_ptr,
-    stride_yt,
-    h_ptr,
-    pages_ptr,
-    page_ids_ptr,
-    first_ptr,
-    scaling_ptr,
-    values_ptr,
-    dora_scale_ptr,
-    lora_bias_ptr,
-    base_bias_ptr,
-    in_tiles,
-    width,
-    stride_hp,
-    stride_hs,
-    stride_ht,
-    stride_table,
-    stride_dora_scale,
-    stride_lora_bias,
-    IS_JOINT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_PLANES: tl.constexpr,
-    H_ALIGN: tl.constexpr,
-    HAS_DORA_SCALE: tl.constexpr,
-    HAS_LORA_BIAS: tl.constexpr,
-    HAS_BASE_BIAS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
-    PAGE_RANKS: tl.constexpr,
-    PAGE_VALUES: tl.constexpr,
-    Y_WIDTH: tl.constexpr,
-):
-    """Add what the adapter of `slot` adds to some columns of one part of the token's row, and round them."""
-    module = tl.full((), 0 if IS_JOINT else PART, tl.int32)
-    out_features = Y_WIDTH if IS_JOINT else PART_WIDTH
-    rank = tl.load(rank_ptr + module.to(tl.int64) * stride_table + slot)
-    if rank > 0:
-        # The token is the first of a block that has no other.
-        tokens = tl.zeros((BLOCK_T,), tl.int64) + token
-        is_token = tl.arange(0, BLOCK_T) == 0
-        for begin in tl.static_range(0, COLUMNS, BLOCK_N):
-            offs = column + begin + tl.arange(0, BLOCK_N)
-            is_y = is_token[:, None] & (offs < PART_WIDTH)[None, :]
-            y_columns = PART_BEGIN + offs
-            y_at = (y_ptr + tokens * stride_yt)[:, None] + y_columns[None, :]
-            base = tl.load(y_at, mask=is_y, other=0.0).to(tl.float32)
-            in_module = column + begin + (PART_BEGIN if IS_JOINT else 0)
-            total = expanded(
-                base, tokens, is_token, slot, module, rank, in_module, out_features, y_columns, h_ptr, pages_ptr,
-                page_ids_ptr, first_ptr, scaling_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr,
-                in_tiles, width, stride_hp, stride_hs, stride_ht, stride_table, stride_dora_scale, stride_lora_bias,
-                BLOCK_T, BLOCK_R, BLOCK_N, NUM_PLANES, H_ALIGN, True, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS,
-                TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
-            )  # fmt: skip
-            tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=is_y)
 
 
 @triton.jit(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])
@@ -165,7 +97,7 @@ def rope_expand_kernel(
     slot = tl.load(token_slots_ptr + token)
     if (slot >= 0) & (slot < num_slots):
         if tile < QUERY_TILES:
-            _add_columns(
+            expand_token(
                 token, slot, tile * (BLOCK_HEADS * DIM), 0, 0, NUM_HEADS * DIM, BLOCK_HEADS * DIM, y_ptr, rank_ptr,
                 stride_yt, h_ptr, pages_ptr, page_ids_ptr, first_ptr, scaling_ptr, values_ptr, dora_scale_ptr,
                 lora_bias_ptr, base_bias_ptr, in_tiles, width, stride_hp, stride_hs, stride_ht, stride_table,
@@ -174,7 +106,7 @@ def rope_expand_kernel(
                 (NUM_HEADS + NUM_KV_HEADS) * DIM + NUM_KV_HEADS * VALUE_DIM,
             )  # fmt: skip
         else:
-            _add_columns(
+            expand_token(
                 token, slot, (tile - QUERY_TILES) * (BLOCK_HEADS * DIM), 1, NUM_HEADS * DIM, NUM_KV_HEADS * DIM,
                 BLOCK_HEADS * DIM, y_ptr, rank_ptr, stride_yt, h_ptr, pages_ptr, page_ids_ptr, first_ptr, scaling_ptr,
                 values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr, in_tiles, width, stride_hp, stride_hs,
@@ -182,7 +114,7 @@ def rope_expand_kernel(
                 NUM_PLANES, H_ALIGN, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
                 (NUM_HEADS + NUM_KV_HEADS) * DIM + NUM_KV_HEADS * VALUE_DIM,
             )  # fmt: skip
-            _add_columns(
+            expand_token(
                 token, slot, (tile - QUERY_TILES) * (BLOCK_HEADS * VALUE_DIM), 2, (NUM_HEADS + NUM_KV_HEADS) * DIM,
                 NUM_KV_HEADS * VALUE_DIM, BLOCK_HEADS * VALUE_DIM, y_ptr, rank_ptr, stride_yt, h_ptr, pages_ptr,
                 page_ids_ptr, first_ptr, scaling_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr,
@@ -243,21 +175,14 @@ def apply_rope(
     columns: int,
 ) -> None:
     """Add the expansion, rotate and store; `columns` from tile_columns."""
-    y, segments, group = expansion.y, expansion.segments, expansion.group
-    assert segments.token_slots is not None, "tile_columns says that there is no tile"
+    y = expansion.y
     if len(y) == 0:
         return
     rope_expand_kernel[(len(y), num_tiles(query, key))](
-        y_ptr=y,
-        token_slots_ptr=segments.token_slots,
-        num_slots=segments.num_slots,
-        stride_yt=y.stride(0),
         **rope_arguments(query, key, positions, cos, sin, None, store),
-        **expand_arguments(expansion.h, group, expansion.epilogue),
-        IS_JOINT=group.num_modules == 1,
+        **folded_arguments(expansion),
+        IS_JOINT=expansion.group.num_modules == 1,
         BLOCK_T=MIN_BLOCK_TOKENS,
         BLOCK_N=columns,
         num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=False,
     )

@@ -62,8 +62,7 @@ class DeviceRows:
         """The block tables by row number, int32 [max_rows, blocks] on the device, with all blocks of these rows."""
         places, values = self._differences(step_rows)
         if len(places):
-            there = upload(np.concatenate([places, values]).astype(np.int32), self._device)
-            self._whole.index_copy_(0, there[: len(places)].long(), there[len(places) :])
+            self._scatter(upload(np.concatenate([places, values]).astype(np.int32), self._device))
         return self.state.block_tables
 
     def end_step(self, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -89,10 +88,15 @@ class DeviceRows:
         packed[at + len(places) :] = values
         there = upload(packed, self._device)
         if len(places):
-            self._whole.index_copy_(0, there[at : at + len(places)].long(), there[at + len(places) :])
+            self._scatter(there[at:])
         if is_other:
             self._row_ids = (key, there[: len(row_ids)])
         return self._row_ids[1]
+
+    def _scatter(self, differences: torch.Tensor) -> None:
+        """Write values at places of the whole; int32 [2 n] on the device, the places before the values."""
+        places, values = differences.chunk(2)
+        self._whole.index_copy_(0, places.long(), values)
 
     def _differences(self, decoding: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Places in the whole, and their values, that the device does not have of these rows."""
