@@ -316,10 +316,10 @@ class ConstraintRows:
 
 
 def _follow_all(rows: Sequence[_Row]) -> None:
-    """Follow the one token of each row in one call."""
-    matchers = [row.matcher for row in rows if row.matcher is not None]
-    if matchers:
-        Matcher.follow_all(matchers, [row.to_follow[0] for row in rows if row.matcher is not None])
+    """Follow the one token of each row in one call. Another task may have done it, and left the masks to this one."""
+    pairs = [(row.matcher, row.to_follow[0]) for row in rows if row.matcher is not None and row.to_follow]
+    if pairs:
+        Matcher.follow_all([matcher for matcher, _ in pairs], [token_id for _, token_id in pairs])
     for row in rows:
         row.to_follow = []
 

@@ -176,6 +176,24 @@ def test_tokens_of_one_grammar_are_followed_together(vocabulary: Vocabulary) -> 
     assert torch.equal(torch.nonzero(logits == 0)[:, 1], torch.full((40,), B))
 
 
+def test_rows_that_a_slow_task_leaves_to_another_one_go_on(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of all of them were followed before the task took too long."""
+    lanes, numbers = HeldLanes(), np.arange(4)
+    rows = begun(lanes, vocabulary, dict.fromkeys(range(4), "bzb"))
+    run_all(lanes.new)
+    lanes.read_all()
+    run_all(lanes.quick)
+    rows.advance(collected(rows, numbers.tolist()), numbers, np.full(4, B, dtype=np.int32))
+    monkeypatch.setattr(lanes, "has_low_priority", lambda: True)
+    lanes.quick.pop(0)()
+    monkeypatch.setattr(lanes, "has_low_priority", lambda: False)
+    run_all(lanes.quick)
+    masks = collected(rows, numbers.tolist())
+    assert masks.indices.tolist() == numbers.tolist() and not masks.failed and not masks.waiting
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_late_masks_are_those_that_would_have_been_in_time(vocabulary: Vocabulary, seed: int) -> None:
     rows = ConstraintRows(NUM_TOKENS, lanes=DrawnLanes(seed, 0.3, is_slow=seed == 2))
