@@ -144,7 +144,7 @@ class ConstraintRows:
             masks.indices[:] -= np.searchsorted(np.array(waiting), masks.indices)
         for place, (_, row) in enumerate(ready):
             if row.error:
-                logger.warning("constraint failed row=%d: %s", row.number, row.error[:500])
+                logger.warning("constraint failed row=%d: %s", row.number, " ".join(row.error.split())[:500])
                 masks.failed.append(int(masks.indices[place]))
                 continue
             np.invert(row.allowed, out=masks.forbidden[place].view(np.int32))

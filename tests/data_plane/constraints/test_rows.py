@@ -176,6 +176,20 @@ def test_tokens_of_one_grammar_are_followed_together(vocabulary: Vocabulary) -> 
     assert torch.equal(torch.nonzero(logits == 0)[:, 1], torch.full((40,), B))
 
 
+def test_a_grammar_that_fails_takes_one_line_of_the_log(
+    vocabulary: Vocabulary, caplog: pytest.LogCaptureFixture
+) -> None:
+    """llguidance's reason has many lines."""
+    lanes, numbers = HeldLanes(), np.arange(1)
+    rows = begun(lanes, vocabulary, {0: "bzb"})
+    run_all(lanes.new)
+    rows.advance(collected(rows, [0]), numbers, np.array([Z], dtype=np.int32))
+    run_all(lanes.quick)
+    assert collected(rows, [0]).failed == [0]
+    [record] = caplog.records
+    assert record.getMessage().startswith("constraint failed row=0: ") and "\n" not in record.getMessage()
+
+
 def test_rows_that_a_slow_task_leaves_to_another_one_go_on(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
