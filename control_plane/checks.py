@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from contract.ids import ADAPTER_ID_FORM, DIGEST_FORM, LABEL_KEY_FORM, is_adapter_id, is_digest, is_label_key
+from contract.redaction import redacted
 from control_plane.errors import FieldViolation, InvalidRequest
 
 _PRINTABLE = re.compile(r"[ -~]*")
+
+_MAX_SEARCHED_CHARS = 1024  # of a quoted value: what is shown of a token that is longer has no signature
 
 T = TypeVar("T")
 MAX_DISPLAY_NAME_BYTES = 256
@@ -55,7 +58,11 @@ def require(check: Callable[[T, str, Violations], None], value: T, field: str) -
 
 
 def quoted(value: str) -> str:
-    """A client's own value for an error text: escaped and short."""
+    """A client's own value for an error text: escaped and short, without what has the form of a secret.
+
+    Texts of errors end in logs of clients, such as those of CI.
+    """
+    value = redacted(value[:_MAX_SEARCHED_CHARS])
     return repr(value if len(value) <= 64 else value[:61] + "...")
 
 

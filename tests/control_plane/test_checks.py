@@ -63,3 +63,17 @@ def test_bad_page_is_refused(page_size: int, page_token: str, field: str) -> Non
     with pytest.raises(InvalidRequest) as caught:
         checks.page_size_of(page_size, page_token)
     assert [violation.field for violation in caught.value.violations] == [field]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("https://user:planted@hub.example/x?token=planted", "'https://***@hub.example/x?token=***'"),
+        ("motet_abcdefghij_" + "Z" * 43, "'motet_abcdefghij_***'"),
+        ("x" * 30 + " motet_abcdefghij_" + "Z" * 43, f"'{'x' * 30} motet_abcdefghij_***'"),
+        ("legal", "'legal'"),
+    ],
+)
+def test_a_quoted_value_shows_no_secret(value: str, shown: str) -> None:
+    """A user who names a source as a URL with a password finds no password in the log of the client."""
+    assert checks.quoted(value) == shown
