@@ -100,7 +100,7 @@ class JwksUrl:
         self._thread = DaemonThreads(1, name="token keys")  # a fetch that hangs does not keep the process from ending
         self._content = b""
         self._value: SigningKeys | None = None
-        self._has_failed = False  # the latest fetch
+        self._failure = ""  # why the latest fetch failed; empty: it did not
         self._fetched_s = clock()
         self._wanted = asyncio.Event()  # a fetch is due, or runs
         self._task: asyncio.Task[None] | None = None
@@ -131,7 +131,7 @@ class JwksUrl:
 
     async def _run(self) -> None:
         while True:
-            pause_s = self._retry_s if self._has_failed else self._refresh_s
+            pause_s = self._retry_s if self._failure else self._refresh_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), pause_s)
             self._wanted.set()
@@ -146,7 +146,9 @@ class JwksUrl:
         try:
             content = await self._thread.run(self._fetch, self._url)
             if content != self._content:
-                keys = parse_jwks(content)
+                left_out: list[str] = []
+                keys = parse_jwks(content, left_out.append)
+                _warn_of_left_out(left_out)
                 (_require_any if is_first else _warn_of_none)(keys)
                 self._value, self._content = keys, content
         except (OSError, ValueError) as error:
@@ -154,25 +156,28 @@ class JwksUrl:
                 raise
             self._note_failure(printable(str(error), 300))
             return
-        if self._has_failed:
+        if self._failure:
             logger.info("token keys fetched again", extra=shown("keys of tokens: fetched again"))
-        self._has_failed = False
+        self._failure = ""
 
     def _note_failure(self, reason: str) -> None:
-        if not self._has_failed:
+        if reason != self._failure:
             logger.warning(
                 "token keys not fetched, the former ones stay num_keys=%d error=%s",
                 len(self._value.by_name) if self._value else 0,
                 reason,
                 extra=shown(f"keys of tokens: not fetched, those from before stay: {reason}"),
             )
-        self._has_failed = True
+        self._failure = reason
 
 
-def parse_jwks(content: bytes) -> SigningKeys:
+def parse_jwks(content: bytes, leave_out: Callable[[str], None] | None = None) -> SigningKeys:
     """The keys of a set that tokens may be signed with; keys of other kinds are left out. Raises InvalidAccessFile.
 
-    There may be none: an issuer that removes its last key means that nothing counts that the key signed.
+    There may be none: an issuer that removes its last key means that nothing counts that the key signed. A key that is
+    weak, private or damaged makes the set invalid. With `leave_out`, which gets the reason, only this key is left out
+    (RFC 7517, section 5): the operator cannot correct an issuer's set, and the keys that the issuer removed from it
+    must not stay.
     """
     entries = read_object(content).get("keys")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -181,23 +186,42 @@ def parse_jwks(content: bytes) -> SigningKeys:
         raise InvalidAccessFile(f"keys: has {len(entries)} entries; at most {MAX_KEYS} are allowed")
     keys: dict[tuple[str | None, str], Key] = {}
     for index, entry in enumerate(entries):
-        where = f"keys[{index}]"
-        algorithm = _algorithm_of(entry, where)
-        if algorithm is None:
-            continue
-        kid = entry.get("kid")
-        if kid is not None and not isinstance(kid, str):
-            raise InvalidAccessFile(f"{where}.kid: {shortened(kid)} is not a string")
-        if (kid, algorithm) in keys:
-            raise InvalidAccessFile(f"{where}.kid: {shortened(kid)} names two keys for {algorithm}; remove one")
-        keys[kid, algorithm] = _import_key(entry, where)
+        try:
+            _add_key(keys, entry, f"keys[{index}]")
+        except InvalidAccessFile as error:
+            if leave_out is None:
+                raise
+            leave_out(str(error))
     return SigningKeys(keys)
+
+
+def _add_key(keys: dict[tuple[str | None, str], Key], entry: Mapping[str, Any], where: str) -> None:
+    """Add the key unless it is of another kind. Raises InvalidAccessFile, and adds nothing, if it cannot be used."""
+    algorithm = _algorithm_of(entry, where)
+    if algorithm is None:
+        return
+    kid = entry.get("kid")
+    if kid is not None and not isinstance(kid, str):
+        raise InvalidAccessFile(f"{where}.kid: {shortened(kid)} is not a string")
+    if (kid, algorithm) in keys:
+        raise InvalidAccessFile(f"{where}.kid: {shortened(kid)} names two keys for {algorithm}; remove one")
+    keys[kid, algorithm] = _import_key(entry, where)
 
 
 def _require_any(keys: SigningKeys) -> None:
     """Raises InvalidAccessFile. A start without a key is a wrong file or URL."""
     if not keys.by_name:
         raise InvalidAccessFile("keys: has none for RS256, ES256 or EdDSA; tokens are verified by these alone")
+
+
+def _warn_of_left_out(reasons: list[str]) -> None:
+    if reasons:
+        logger.warning(
+            "token keys left out num_left_out=%d error=%s",
+            len(reasons),
+            printable("; ".join(reasons), 300),
+            extra=shown(f"keys of tokens: {len(reasons)} cannot be used, tokens that they signed are refused"),
+        )
 
 
 def _warn_of_none(keys: SigningKeys) -> None:

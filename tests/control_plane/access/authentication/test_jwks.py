@@ -173,7 +173,55 @@ async def test_former_keys_stay_while_the_fetch_fails(caplog: pytest.LogCaptureF
             remote.may_go.release()
     logged = [record.message for record in caplog.records if "token keys" in record.message]
     assert logged[0] == "token keys not fetched, the former ones stay num_keys=1 error=no route"
-    assert logged[1:] == ["token keys fetched again"]
+    assert logged[1] == "token keys not fetched, the former ones stay num_keys=1 error=HTTP status 404"
+    assert logged[2:] == ["token keys fetched again"]
+
+
+async def test_one_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    remote = Remote(ONE, OSError("no route"), OSError("no route"), OSError("no route"), TWO)
+    async with opened(remote, refresh_s=0.0, retry_s=0.0) as source:
+        first = source.value
+        for _ in range(4):
+            await remote.turns.get()
+            remote.may_go.release()
+        await until(lambda: source.value is not first)
+        remote.responses.append(TWO)
+        remote.may_go.release()
+    assert [record.message for record in caplog.records if "not fetched" in record.message] == [
+        "token keys not fetched, the former ones stay num_keys=1 error=no route"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (jwk(private_key("rsa1024"), "weak"), "keys[0]: has 1024 bits"),
+        (jwk(ED, "copied", d="secret-part"), "keys[0]: is a private key"),
+        (jwk(ES, "damaged", y="AAAA"), "keys[0]: is not a valid key of type EC"),
+    ],
+)
+async def test_a_key_that_cannot_be_used_does_not_keep_those_that_the_issuer_removed(
+    bad: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The issuer removes a stolen key, and its set has a key that is of no use here."""
+    remote = Remote(ONE, jwks(bad, jwk(ES, "two")))
+    async with opened(remote, refresh_s=0.0) as source:
+        first = source.value
+        await remote.turns.get()
+        remote.may_go.release()
+        await until(lambda: source.value is not first)
+        assert set(source.value.by_name) == {("two", "ES256")}
+        remote.responses.append(ONE)
+        remote.may_go.release()
+    assert f"token keys left out num_left_out=1 error={reason}" in caplog.text and "secret-part" not in caplog.text
+
+
+async def test_a_start_goes_on_with_the_keys_that_can_be_used() -> None:
+    async with opened(Remote(jwks(jwk(private_key("rsa1024"), "weak"), jwk(ED, "one")))) as source:
+        assert set(source.value.by_name) == {("one", "EdDSA")}
+    with pytest.raises(InvalidAccessFile, match="has none for RS256, ES256 or EdDSA"):
+        async with opened(Remote(jwks(jwk(private_key("rsa1024"), "weak")))):
+            pass
 
 
 async def test_a_set_without_a_key_ends_every_token_and_not_the_start(caplog: pytest.LogCaptureFixture) -> None:
