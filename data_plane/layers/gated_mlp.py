@@ -35,10 +35,15 @@ class GatedMlp(nn.Module):
         if self.fp8 is None:
             active = gated_activation(rows, self.activation, expansion)
             return product_of(self.down_proj, active.view(*both.shape[:-1], -1))
-        active, codes = gated_activation_fp8(rows, self.activation, expansion)
+        active, codes = gated_activation_fp8(rows, self.activation, expansion, has_values=self._reads_values())
         active = active.view(*both.shape[:-1], -1)
         self.fp8.keep(self, active, codes)
         try:
             return product_of(self.down_proj, active)
         finally:
             self.fp8.forget()
+
+    def _reads_values(self) -> bool:
+        """Whether somebody reads down_proj's input as it is, beside its FP8 form: adapters, or who compares both."""
+        is_compared = self.fp8 is None or self.fp8.on_read is not None
+        return is_compared or not isinstance(self.down_proj, LoraLinear) or self.down_proj.context.lora is not None

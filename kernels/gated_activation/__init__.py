@@ -35,15 +35,15 @@ def gated_activation(x: torch.Tensor, activation: str, expansion: Expansion | No
 
 
 def gated_activation_fp8(
-    x: torch.Tensor, activation: str, expansion: Expansion | None = None
+    x: torch.Tensor, activation: str, expansion: Expansion | None = None, *, has_values: bool = True
 ) -> tuple[torch.Tensor, Fp8Rows]:
-    """gated_activation, and quantize_rows of its result."""
+    """gated_activation, and quantize_rows of its result. Without has_values only these rows mean anything."""
     if (folded := _folded(x, activation, expansion)) is not None:
         return folded, quantize_rows(folded)
     if runs_triton(x) and x.stride(1) == 1 and x.shape[1] // 2 <= MAX_FP8_WIDTH:
         from kernels.gated_activation import triton_kernel
 
-        return triton_kernel.gated_activation_fp8(x, activation)
+        return triton_kernel.gated_activation_fp8(x, activation, has_values=has_values)
     y = gated_activation(x, activation)
     return y, quantize_rows(y)
 

@@ -57,16 +57,18 @@ def gated_activation_fp8_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
     MIN_SCALE: tl.constexpr,
 ):
-    """y as gated_activation_kernel, and its FP8 rows, of y as it is rounded. Grid: (T,)."""
+    """y as gated_activation_kernel, written if HAS_VALUES, and its FP8 rows, of y as it is rounded. Grid: (T,)."""
     token = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     is_inside = offs < WIDTH
     gate = tl.load(x_ptr + token * stride_xt + offs, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * stride_xt + WIDTH + offs, mask=is_inside, other=0.0).to(tl.float32)
     y = gated(gate, up, ACTIVATION).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + token * WIDTH + offs, y, mask=is_inside)
+    if HAS_VALUES:
+        tl.store(y_ptr + token * WIDTH + offs, y, mask=is_inside)
     store_row(y.to(tl.float32), codes_ptr, scales_ptr, token, offs, WIDTH, MIN_SCALE)
 
 
@@ -83,7 +85,7 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     return y
 
 
-def gated_activation_fp8(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, Fp8Rows]:
+def gated_activation_fp8(x: torch.Tensor, activation: str, *, has_values: bool) -> tuple[torch.Tensor, Fp8Rows]:
     """See the package."""
     num_tokens, width = x.shape[0], x.shape[1] // 2
     y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
@@ -99,6 +101,7 @@ def gated_activation_fp8(x: torch.Tensor, activation: str) -> tuple[torch.Tensor
             WIDTH=width,
             BLOCK=block,
             ACTIVATION=activation,
+            HAS_VALUES=has_values,
             MIN_SCALE=MIN_SCALE,
             num_warps=num_warps_for(block),
             enable_fp_fusion=False,

@@ -77,7 +77,8 @@ def compile_fp8_rows(width: int) -> None:
     block = triton.next_power_of_2(width)
     constants = {"WIDTH": width, "BLOCK": block, "MIN_SCALE": MIN_SCALE}
     compile_kernel(quantize_rows_kernel, constants, FP8_ROWS, num_warps_for(block))
-    compile_kernel(gated_activation_fp8_kernel, constants | {"ACTIVATION": "silu"}, FP8_ROWS, num_warps_for(block))
+    gate = constants | {"ACTIVATION": "silu", "HAS_VALUES": True}
+    compile_kernel(gated_activation_fp8_kernel, gate, FP8_ROWS, num_warps_for(block))
 
 
 def compile_token_rows() -> None:

@@ -50,6 +50,7 @@ PRODUCTS = 4 * NUM_LAYERS + 1
 # The first norm, the list of decode's programs, and the choice of tokens in two launches.
 STEP = {"rms_norm_kernel": 1, "list_kernel": 1, "best_kernel": 1, "pick_kernel": 1}
 ROWS, PROMPT = 6, [5, 9, 200, 31, 77]
+VALUES: list[bool] = []  # of each gate that writes FP8 inputs in the last step: whether it writes the others too
 
 
 class Products(TorchDispatchMode):
@@ -113,11 +114,14 @@ def launched(
     ]
     engine.execute(make_plan(1, new=new, prefills=[(row, len(PROMPT)) for row in range(len(slots))]))
     recorded: Counter[str] = Counter()
+    VALUES.clear()
 
     def launcher(kernel: Any, _grid: Sequence[int]) -> Callable[..., None]:
         def launch(*positional: Any, **named: Any) -> None:
             recorded[kernel.fn.__name__] += 1
             arguments = dict(zip(kernel.arg_names, positional, strict=False)) | named
+            if "HAS_VALUES" in arguments:
+                VALUES.append(arguments["HAS_VALUES"])
             for name in ("tokens_ptr", "is_finite_ptr"):  # what the engine reads
                 if name in arguments:
                     arguments[name].fill_(1)
@@ -175,6 +179,7 @@ def test_launches_of_a_step_with_fp8_weights(
         # Inputs behind norms and gates that expand what they read take a launch, too: all but that of the first layer.
         expected = step_of(WITH_ADAPTERS) + Counter({"quantize_rows_kernel": 4 * NUM_LAYERS - 1})
     assert launched(engine, monkeypatch, slots) == (expected, PRODUCTS)
+    assert ([False] * NUM_LAYERS if slots[0] is None else []) == VALUES, "nobody reads them but adapters"
     assert sum(IN_FP8.values()) == 6
 
 

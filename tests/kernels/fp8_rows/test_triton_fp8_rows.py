@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,7 +70,7 @@ def test_a_gate_writes_the_rows_of_its_result(
     case: gate_cases.Case, activation: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     x = there(gate_cases.make(case, dtype), device)
-    y, rows = gate_kernel.gated_activation_fp8(x, activation)
+    y, rows = gate_kernel.gated_activation_fp8(x, activation, has_values=True)
     assert torch.equal(y, gate_kernel.gated_activation(x, activation))
     check_rows(rows, y)
 
@@ -90,3 +92,20 @@ def test_a_row_past_2_to_the_31_values_is_found(device: torch.device) -> None:
     far.copy_(torch.tensor([[7.0], [448.0]]).expand(2, 16))
     rows = triton_kernel.quantize_rows(far)
     assert rows.scales.tolist() == [2.0**-6, 1.0] and (rows.codes.float() == 448).all()
+
+
+def test_a_gate_leaves_out_values_that_nobody_reads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are the same. What the values' memory held before is there still."""
+    x = torch.randn(3, 2 * 40, generator=torch.Generator().manual_seed(0)).to(device)
+    _, expected = gate_kernel.gated_activation_fp8(x, "silu", has_values=True)
+    empty = torch.empty
+
+    def filled(*arguments: Any, **named: Any) -> torch.Tensor:
+        made = empty(*arguments, **named)
+        return made.fill_(99.0) if made.dtype == x.dtype and made.dim() == 2 else made
+
+    monkeypatch.setattr(torch, "empty", filled)
+    values, rows = gate_kernel.gated_activation_fp8(x, "silu", has_values=False)
+    assert torch.equal(values, torch.full_like(values, 99.0))
+    assert torch.equal(rows.scales, expected.scales)
+    assert torch.equal(rows.codes.view(torch.uint8), expected.codes.view(torch.uint8))
