@@ -8,6 +8,7 @@ the process by SIGPROF when a constraint takes more CPU time than it may.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import sys
@@ -21,6 +22,9 @@ from control_plane.framed_child.frames import limit_memory, read_frame, write_fr
 
 # Whitespace between two parts of JSON is optional and bounded: a model cannot go on with it for ever.
 _JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{0,20}"}
+
+_ATTRIBUTES = re.compile(r"^[ \t]*[?!]*(\w+)[ \t]*\[([^\]\n]*)\][ \t]*:", re.MULTILINE)
+_TEMPERATURE = re.compile(r"(?:^|,)\s*temperature\s*=")
 
 
 def main() -> int:
@@ -102,17 +106,25 @@ def grammar_of(constraint: dict[str, Any]) -> str:
     if kind == "choices":
         return matcher.grammar_from_lark("start: " + " | ".join(_quoted(text) for text in value))
     if kind == "lark":
-        return matcher.grammar_from_lark(value)
+        return matcher.grammar_from_lark(_checked_lark(value))
     tags = [
         llguidance.StructTag(
             trigger=tag["trigger"],
             begin=tag["begin"],
-            grammar=tag["lark"] if "lark" in tag else json.dumps(_schema_of(tag["json_schema"])),
+            grammar=_checked_lark(tag["lark"]) if "lark" in tag else json.dumps(_schema_of(tag["json_schema"])),
             end=tag["end"],
         )
         for tag in value
     ]
     return llguidance.StructTag.to_grammar(tags, assume_special=False)
+
+
+def _checked_lark(text: str) -> str:
+    """A grammar without the attribute that llguidance reads and nobody follows. Raises ValueError."""
+    for rule in _ATTRIBUTES.finditer(text):
+        if _TEMPERATURE.search(rule[2]):
+            raise ValueError(f"the rule {rule[1]!r} has a temperature, which is not followed; give that of the request")
+    return text
 
 
 def _schema_of(text: str) -> dict[str, Any]:

@@ -96,3 +96,20 @@ def test_other_faults_of_a_grammar_keep_their_place() -> None:
         compiled({"kind": "lark", "value": "start: a\na: b"}, vocabulary())
     with pytest.raises(ValueError, match=r"^the JSON schema in line 1: "):
         compiled({"kind": "lark", "value": 'start: %json {"type": "text"}'}, vocabulary())
+
+
+@pytest.mark.parametrize("attributes", ["temperature=0.0", "lazy, temperature = 1"])
+def test_a_temperature_of_a_rule_is_refused(attributes: str) -> None:
+    grammar = f'start: a "x"\na[{attributes}]: /b*/'
+    says = "^the rule 'a' has a temperature, which is not followed; give that of the request$"
+    with pytest.raises(ValueError, match=says):
+        compiled({"kind": "lark", "value": grammar}, vocabulary())
+    with pytest.raises(ValueError, match=says):
+        tag = {"trigger": "<", "begin": "<f>", "lark": grammar, "end": "x"}
+        compiled({"kind": "structural_tags", "value": [tag]}, vocabulary())
+
+
+def test_texts_that_look_like_a_temperature_are_none() -> None:
+    compiled(
+        {"kind": "lark", "value": 'start: "a[temperature=0]: " /[temperature=1]/ b\nb[capture="c"]: "x"'}, vocabulary()
+    )
