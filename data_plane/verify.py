@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from contract.fingerprint import FP8_WEIGHTS
 from data_plane.adapters.format.manifest import Manifest
@@ -35,6 +35,7 @@ from data_plane.adapters.format.packed import TORCH_DTYPES
 from data_plane.merging.model_modules import merge_module, replace_rows, untie
 from data_plane.merging.packed_files import PackedFiles
 from data_plane.merging.weights import CannotMerge
+from data_plane.models.checkpoint.quantized import quantization_of, read_dequantized
 from data_plane.models.fp8.rounded_model import round_weights, rounding_inputs
 
 REFUSED = 3  # the exit status of a process that wrote a refusal
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Compute and write the result."""
     model_dir, work_dir, quantization = Path(arguments[0]), Path(arguments[1]), arguments[2]
     prompts: list[Prompt] = json.loads((work_dir / "prompts.json").read_text("utf-8"))
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=False)
+    model = _read_model(model_dir)
     model.eval()
     vocab_size = model.get_input_embeddings().weight.shape[0]
     try:
@@ -78,6 +79,13 @@ def main(arguments: Sequence[str]) -> int:
         result.setdefault(f"{name}_rounded", result[name])
     (work_dir / "result.json").write_text(json.dumps(result), encoding="utf-8")
     return 0
+
+
+def _read_model(model_dir: Path) -> Any:
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    if (how := quantization_of(config)) is not None:
+        return read_dequantized(model_dir, config, how, torch.float32)
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=False)
 
 
 def known_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:

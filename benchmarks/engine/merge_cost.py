@@ -24,8 +24,8 @@ from benchmarks.system import ROOT
 from control_plane.registry.model.served_modules import NOTHING_REPORTED
 from control_plane.registry.packing.directory import pack_directory
 from data_plane.merging.packed_files import PackedFiles
-from data_plane.merging.shards import shards_of
 from data_plane.merging.weights import merge_matrix
+from data_plane.models.checkpoint.shards import shards_of
 
 ADAPTER = 1  # the second that make_adapters makes: rank 16
 ROWS = (1, 32)

@@ -17,7 +17,6 @@ import torch
 
 from data_plane.merging.module_tree import BIAS, STACKED_PARTS, WEIGHT, ModuleTree, Place
 from data_plane.merging.packed_files import PackedFiles
-from data_plane.merging.shards import Shard, StoredTensor, shards_of, write_shard
 from data_plane.merging.weights import (
     BIASES,
     PARTS,
@@ -28,6 +27,7 @@ from data_plane.merging.weights import (
     with_row_biases,
     with_rows,
 )
+from data_plane.models.checkpoint.shards import Shard, StoredTensor, shards_of, write_shard
 
 _SLICE_VALUES = 16 << 20  # of a weight that are float32 at a time
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -153,7 +153,10 @@ class _Merge:
             return  # a second copy of the weight that both share
         written = self._sized(tensor, tensor.name, place)
         if self._parts_at(written) and tensor.dtype not in _FLOATS:
-            raise CannotMerge(f"{tensor.name} is of type {tensor.dtype}; merge into a base of float weights")
+            raise CannotMerge(
+                f"{tensor.name} is quantised ({tensor.dtype}), and a merged value has no place in its codes; serve the "
+                "adapter over this base, or merge it into the checkpoint that the base was made of"
+            )
         yield written
         if self.is_untied and place == Place(str(self._tree.embedding_name), WEIGHT):
             head = Place(str(self._tree.head_name), WEIGHT)

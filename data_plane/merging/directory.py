@@ -16,7 +16,7 @@ from typing import Any
 from data_plane.errors import ConfigError
 from data_plane.merging.checkpoint import Merged, merge_checkpoint
 from data_plane.merging.module_tree import ModuleTree
-from data_plane.merging.shards import INDEX_FILE, read_json
+from data_plane.models.checkpoint.shards import INDEX_FILE, read_json
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from contract.checkpoints.quantization import TWICE_QUANTIZED
 from contract.context_length import LENGTH_KEYS
 from contract.expert_names import of_all
 from contract.fingerprint import FP8_WEIGHTS, NOT_QUANTIZED
@@ -27,6 +28,7 @@ from data_plane.layers.lora_linear import LoraLinear, replace_linears, replace_m
 from data_plane.layers.lora_router import LoraRouter
 from data_plane.layers.packed_weight import NativeWeight, SharedWeight
 from data_plane.layers.transposed_linear import replace_transposed
+from data_plane.models.checkpoint.quantized import quantization_of, read_dequantized
 from data_plane.models.fp8.linears import quantize_linears
 from data_plane.models.fp8.refusals import check_dtype
 from data_plane.models.fusion import fuse_model
@@ -184,6 +186,7 @@ def load_model(
     length = min((n for n in (limit, max_model_len, kv_tokens) if n is not None), default=_UNNAMED_LENGTH)
     served_length = max(length, max_adapter_model_len or 0)
     torch_dtype = resolve_dtype(config, dtype)
+    _check_quantized_once(config, quantization)
     check_dtype(quantization, torch_dtype, device)
     if device.type == "cpu" and torch_dtype == torch.bfloat16 and not _has_bfloat16():
         _warn_of_emulation()
@@ -317,6 +320,11 @@ def _first_line(error: Exception) -> str:
     return lines[0][:_MAX_ERROR_CHARS]
 
 
+def _check_quantized_once(config: PretrainedConfig, quantization: str) -> None:
+    if quantization != NOT_QUANTIZED and quantization_of(config) is not None:
+        raise ConfigError(f"--quantization {quantization}: {TWICE_QUANTIZED}")
+
+
 def _read_config(model_dir: Path) -> PretrainedConfig:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"--model: {model_dir} holds no config.json")
@@ -332,20 +340,29 @@ def _read_config(model_dir: Path) -> PretrainedConfig:
 def _read_weights(model_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole model on the CPU; refused if any weight is missing from the checkpoint."""
     register_probe(Recorder())
+    how = quantization_of(config)
     model: Any
     info: Any
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # a pair, by output_loading_info
-            model_dir,
-            config=config,
-            dtype=dtype,
-            attn_implementation=PROBE_NAME,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-        )
+        arguments: dict[str, Any] = {
+            "attn_implementation": PROBE_NAME,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,  # they are refused below, by name
+        }
+        if how is not None:
+            model, info = read_dequantized(model_dir, config, how, dtype, **arguments)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # a pair, by output_loading_info
+                model_dir,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                **arguments,
+            )
+    except ConfigError:
+        raise
     except Exception as error:
         reason = f"cannot be loaded: {_first_line(error)}"
         if isinstance(error, KeyError) and error.args == (PROBE_NAME,):

@@ -169,7 +169,9 @@ async def test_checkpoint_that_cannot_be_served_ends_as_a_wrong_setting_does(tmp
     process = await start("control_plane", "--model", str(tmp_path), "--host-cache", "memory", cwd=tmp_path)
     out, err = await asyncio.wait_for(process.communicate(), STEP_S)
     assert process.returncode == 2 and not out
-    assert b"motet control-plane: " in err.splitlines()[-1] and b"quantised checkpoints are not served" in err
+    assert (
+        b"motet control-plane: " in err.splitlines()[-1] and b"checkpoints quantised with 'gptq' are not served" in err
+    )
 
 
 async def test_a_file_of_settings_starts_a_server_and_a_flag_wins(tmp_path: Path) -> None:

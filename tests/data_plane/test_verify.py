@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from contract.fingerprint import NOT_QUANTIZED
@@ -21,6 +22,8 @@ from tests.data_plane.engine.test_fp8_weights import rounding
 from tests.data_plane.engine.test_long_context import SCALINGS, scaled_checkpoint, with_fields
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.data_plane.engine.test_token_rows import FORMS, TIED_ONLY, PeftModelOf, make_form
+from tests.data_plane.models.checkpoint.write_fixtures import EXPECTED, FIXTURES
+from tests.data_plane.models.checkpoint.write_fixtures import PROMPT as FIXTURE_PROMPT
 from tests.e2e.scheduled import IngestedAdapter, ingested, reported_by
 from tests.e2e.test_scheduled_activation import Truth
 from tests.makers import make_adapter, make_checkpoint, make_classifier, make_prompt
@@ -140,6 +143,16 @@ def test_an_activated_adapter_acts_from_its_invocation_tokens_on(tmp_path: Path)
             _, logprobs = truth.generated("activated", prompt[:end])
             assert found[end - 1] == pytest.approx(float(logprobs[0, prompt[end]]), abs=TOLERANCE)
     assert result["merged"][0][:8] == close(result["base"][0][:8])
+
+
+@pytest.mark.parametrize("form", ["nf4_double", "compressed"])
+def test_an_adapter_is_merged_into_dequantised_weights(form: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / form
+    adapter = ingested(checkpoint / "adapter", BaseModel.load(checkpoint, "float32"))
+    result = merged(tmp_path / "work", checkpoint, adapter, (FIXTURE_PROMPT, 0))
+    truth = load_file(checkpoint / EXPECTED)
+    assert result["base"][0] == close(expected(truth["base"], FIXTURE_PROMPT))
+    assert result["merged"][0] == close(expected(truth["adapter"], FIXTURE_PROMPT))
 
 
 def test_a_score_head_is_left_out_and_its_adapter_merged(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class BaseWeights:
             self._num_experts = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0)
         except (OSError, ValueError, AttributeError) as error:
             raise invalid_field("--base-model", f"{directory}/config.json cannot be read: {error}") from error
+        if config.get("quantization_config"):
+            raise invalid_field("--base-model", f"{directory} is quantised; give the checkpoint that it was made of")
         files = [TensorFile(path) for path in sorted(directory.glob("*.safetensors"))]
         self._files = {name: file for file in files for name in file.names if name.endswith(".weight")}
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contract.checkpoints.quantization import TWICE_QUANTIZED, NotServed, read_quantization
 from contract.context_length import config_context_length
 from contract.fingerprint import NOT_QUANTIZED, checkpoint_fingerprint, served_fingerprint
 from contract.packed_layout import ITEMSIZE
 from control_plane.registry.model.embedding_modules import CheckpointTensor, EmbeddingModule, find_embedding_modules
+from control_plane.registry.model.quantized_shapes import quantized_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +83,16 @@ class BaseModel:
     ) -> BaseModel:
         """Read the checkpoint's metadata. Raises BaseModelError with what is wrong and what to do."""
         config = _read_json(model_dir / "config.json", is_required=True)
-        if config.get("quantization_config"):
-            raise BaseModelError(f"{model_dir}: quantised checkpoints are not served; use the unquantised one")
-        tensors = _float_tensors(model_dir)
-        linear_shapes, num_layers = _linears(config, {name: tensor.shape for name, tensor in tensors.items()})
+        try:
+            how = read_quantization(config)
+        except NotServed as refusal:
+            raise BaseModelError(f"{model_dir}/config.json: {refusal}") from refusal
+        if how is not None and quantization != NOT_QUANTIZED:
+            raise BaseModelError(f"--quantization {quantization}: {TWICE_QUANTIZED}")
+        tensors, shapes = _tensors(model_dir)
+        if how is not None:
+            _check_quantized(model_dir, shapes.keys() - tensors.keys())
+        linear_shapes, num_layers = _linears(config, shapes)
         try:
             fingerprint = checkpoint_fingerprint(model_dir)
         except (OSError, ValueError) as error:
@@ -124,8 +133,8 @@ def layers_path(config: dict[str, Any]) -> str:
     return _LAYERS_PATH.get(str(config.get("model_type", "")), "model.layers")
 
 
-def _float_tensors(model_dir: Path) -> dict[str, CheckpointTensor]:
-    """All floating-point tensors, over all shards.
+def _tensors(model_dir: Path) -> tuple[dict[str, CheckpointTensor], dict[str, tuple[int, ...]]]:
+    """All floating-point tensors, over all shards, and the shapes of these and of quantised weights.
 
     The index file, where there is one, says which shards count; a shard that it names must exist.
     """
@@ -142,6 +151,7 @@ def _float_tensors(model_dir: Path) -> dict[str, CheckpointTensor]:
     if not names:
         raise BaseModelError(f"{model_dir} holds no *.safetensors file; convert the checkpoint to safetensors")
     tensors: dict[str, CheckpointTensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
         header, data_start = _shard_header(model_dir / name)
         for tensor, entry in header.items():
@@ -149,7 +159,18 @@ def _float_tensors(model_dir: Path) -> dict[str, CheckpointTensor]:
                 shape = tuple(int(size) for size in entry["shape"])
                 start = data_start + int(entry["data_offsets"][0])
                 tensors[tensor] = CheckpointTensor(model_dir / name, entry["dtype"], shape, start)
-    return tensors
+        shapes |= quantized_shapes(model_dir / name, header, data_start)
+    return tensors, {name: tensor.shape for name, tensor in tensors.items()} | shapes
+
+
+def _check_quantized(model_dir: Path, names: Collection[str]) -> None:
+    """Adapters on embedding and head are compared with the base's values, so these must be floats."""
+    for name in sorted(names):
+        if not _LAYER_TENSOR.match(name):
+            raise BaseModelError(
+                f"{model_dir}: {name} is quantised, and only linears of the decoder layers may be; quantise again and "
+                "leave it out (llm_int8_skip_modules, modules_to_not_convert or ignore)"
+            )
 
 
 def _shard_header(path: Path) -> tuple[dict[str, Any], int]:

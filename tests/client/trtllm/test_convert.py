@@ -247,6 +247,10 @@ def test_what_has_no_place_in_rows_is_refused(checkpoints: dict[str, Path], tmp_
         peft_to_trtllm(dora, tmp_path / "rows")
     with pytest.raises(InvalidArgument, match="has no weight of"):
         peft_to_trtllm(dora, tmp_path / "rows", base_model=checkpoints["gpt2"])
+    (tmp_path / "quantised").mkdir()
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps({"quantization_config": {"load_in_4bit": True}}))
+    with pytest.raises(InvalidArgument, match="is quantised; give the checkpoint that it was made of"):
+        peft_to_trtllm(dora, tmp_path / "rows", base_model=tmp_path / "quantised")
 
 
 def test_the_command_says_where_values_were_rounded(

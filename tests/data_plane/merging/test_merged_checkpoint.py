@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from data_plane.engine.build import build_engine
 from data_plane.merging import checkpoint as merging
-from data_plane.merging.shards import Shard, StoredTensor, write_shard
+from data_plane.models.checkpoint.shards import Shard, StoredTensor, write_shard
 from tests.data_plane.engine import expert_files
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.data_plane.engine.test_token_rows import BOTH, FORMS, TIED_ONLY, PeftModelOf, make_form
+from tests.data_plane.models.checkpoint.write_fixtures import FIXTURES
 from tests.makers import make_adapter, make_checkpoint, make_classifier, make_prompt
 
 pytestmark = pytest.mark.filterwarnings(
@@ -275,6 +276,11 @@ def test_a_value_that_the_bases_type_cannot_hold_is_refused(tmp_path: Path, caps
     adapter = make_adapter(tmp_path / "adapter", half, targets=["q_proj"], alpha=8, scale_b=1e7)
     assert merge(adapter, half, tmp_path / "out") == REFUSED
     assert "q_proj.weight: a merged value is not finite in the base's type F16" in capsys.readouterr().err
+
+
+def test_a_quantised_base_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert merge(FIXTURES / "nf4" / "adapter", FIXTURES / "nf4", tmp_path / "out") == REFUSED
+    assert "model.layers.0.mlp.down_proj.weight is quantised (U8)" in capsys.readouterr().err
 
 
 def test_an_adapter_of_another_model_and_a_broken_base_are_refused(

@@ -132,7 +132,7 @@ def test_lengths_of_every_name_are_read_and_none_is_needed(tmp_path: Path) -> No
     [
         ({"vocab_size": None}, "vocab_size"),
         ({"num_hidden_layers": 2}, "2 layers, the checkpoint holds 1"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"quant_method": "awq"}}, "checkpoints quantised with 'awq' are not served; use the"),
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"torch_dtype": "float64"}, "dtype 'float64'"),
     ],

@@ -1,0 +1,1 @@
+"""What both server sides read of a checkpoint in the same way."""
