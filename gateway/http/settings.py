@@ -64,6 +64,9 @@ class HttpSettings:
     server_tls_key: Path | None = setting(
         "private key of --server-tls-cert, PEM", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
+    allow_keyless: bool = setting(
+        "requests without a key are calls of the gateway's own certificate, with all that it may do", False
+    )
     insecure: bool = setting("listen, and send keys to --server, without TLS where other machines are reached", False)
     processes: int = setting(
         "processes that serve the port together; each has its own bounds of connections, bodies and samples",

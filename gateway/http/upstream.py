@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from motet import AsyncClient, MotetError, RetryPolicy, Unavailable
+from motet import AsyncClient, MotetError, RetryPolicy, Unauthenticated, Unavailable
 
 from gateway.http.keys import current_key, current_owner
 from gateway.http.settings import HttpSettings
@@ -34,11 +34,17 @@ class Upstream:
             settings.server, api_key=current_key, allow_plaintext_key=settings.insecure, **arguments
         )
         self._without_key = AsyncClient(settings.server, api_key="", **arguments)
+        # To Motet a call without a key is one of whoever the certificate names.
+        self._needs_key = settings.server_tls_cert is not None and not settings.allow_keyless
 
     @property
     def client(self) -> AsyncClient:
-        """Sends the key of the request that this task handles."""
-        return self._with_key if current_key() else self._without_key
+        """Sends the key of the request that this task handles. Raises Unauthenticated where one is missing."""
+        if current_key():
+            return self._with_key
+        if self._needs_key:
+            raise Unauthenticated("authorization: is missing; send 'Authorization: Bearer KEY'")
+        return self._without_key
 
     async def check_key(self) -> None:
         """Raise what Motet refuses the current key with, so that nothing is kept for a caller that it does not know.
