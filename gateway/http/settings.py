@@ -14,6 +14,7 @@ from motet.tls import TlsError, tls_files
 
 from contract.process_log import LOG_FORMATS, LOG_LEVELS
 from contract.settings import flags
+from contract.settings.addresses import is_loopback
 from contract.settings.flags import optional_path, setting
 
 SERVER_TLS_FLAGS = ("--server-tls-ca", "--server-tls-cert", "--server-tls-key")
@@ -127,7 +128,7 @@ class HttpSettings:
             raise ValueError(f"--server: {error.field_violations[0].description}") from error
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key: give both, or none")
-        if not self.insecure and self.tls_cert is None and not is_loopback(host):
+        if not self.insecure and self.tls_cert is None and not is_loopback(self.listen):
             raise ValueError(
                 f"--listen: {host}:{port} is reached by other machines and has no TLS: give --tls-cert and --tls-key, "
                 "or --insecure"
@@ -145,7 +146,7 @@ class HttpSettings:
     @property
     def known_hosts(self) -> tuple[str, ...] | None:
         """Names beside those of this machine that requests may be for; None: any, as other machines reach the port."""
-        return self.allowed_hosts if is_loopback(split_address(self.listen)[0]) else None
+        return self.allowed_hosts if is_loopback(self.listen) else None
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -154,8 +155,3 @@ def split_address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"--listen: {text!r} is not HOST:PORT with a port up to 65535")
     return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name other than localhost may be anything."""
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -19,6 +19,7 @@ from gateway.main import main
         ({"listen": "8000"}, "--listen: '8000' is not HOST:PORT"),
         ({"listen": "127.0.0.1:70000"}, "not HOST:PORT"),
         ({"listen": "0.0.0.0:8000"}, "--listen: 0.0.0.0:8000 is reached by other machines and has no TLS"),
+        ({"listen": "127.example.org:8000"}, "--listen: 127.example.org:8000 is reached by other machines"),
         ({"server": "127.0.0.1"}, "--server:"),
         ({"server": "10.0.0.1:50051"}, "--server: keys would be sent in plaintext to 10.0.0.1:50051"),
         ({"tls_cert": Path("cert.pem")}, "--tls-cert and --tls-key: give both"),
