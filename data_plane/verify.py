@@ -51,11 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     vocab_size = model.get_input_embeddings().weight.shape[0]
     try:
         with torch.inference_mode():
-            rounded = (
-                round_weights(model, TORCH_DTYPES[PackedFiles(work_dir).manifest.dtype])
-                if quantization == FP8_WEIGHTS
-                else {}
-            )
+            packed = PackedFiles(work_dir)
+            dtype = TORCH_DTYPES[packed.manifest.dtype]
+            rounded = round_weights(model, dtype) if quantization == FP8_WEIGHTS else {}
             known = [known_ids(prompt["token_ids"], vocab_size) for prompt in prompts]
             ways: dict[str, Callable[[], AbstractContextManager[None]]] = {"": nullcontext}
             if rounded:
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
                 with context():
                     result[f"base{way}"] = [logprobs(model, token_ids) for token_ids in known]
                     beginnings[way] = [beginning(model, prompt) for prompt in prompts]
-            num_tokens = merge(model, work_dir)
+            num_tokens = merge(model, packed)
             for way, context in ways.items():
                 with context():
                     result[f"merged{way}"] = [
@@ -121,9 +119,8 @@ def logprobs(
     return found
 
 
-def merge(model: Any, work_dir: Path) -> int | None:
+def merge(model: Any, packed: PackedFiles) -> int | None:
     """Put the packed adapter into the weights of the model. Returns the size of its own vocabulary, if it has one."""
-    packed = PackedFiles(work_dir)
     if packed.manifest.rope is not None:
         _rotate(model, packed.manifest)
     untie(model, packed.modules.keys() | packed.rows.keys())

@@ -113,7 +113,7 @@ class _Merge:
         taken = {part for file in planned for written in file for part in self._parts_at(written)}
         if self._is_tied and not self.is_untied:
             taken.add(Place(str(self._tree.head_name), WEIGHT))
-        for name, part in sorted(self._changed_parts() - taken):
+        for name, part in sorted(self._changed - taken):
             if part == BIAS:
                 raise CannotMerge(
                     f"{name} has a bias, and the base model has none there, so that its checkpoint has no place for "
@@ -167,7 +167,8 @@ class _Merge:
             tensor = tensor._replace(shape=(self._vocab_size, *tensor.shape[1:]))
         return _Written(tensor, source, place)
 
-    def _changed_parts(self) -> set[Place]:
+    @cached_property
+    def _changed(self) -> set[Place]:
         """What the adapter changes."""
         found: set[Place] = set()
         for chunk in self._packed.manifest.chunks:
@@ -181,7 +182,8 @@ class _Merge:
 
     def _modules_at(self, written: _Written) -> list[str]:
         """The modules with a product in a tensor: of stacked experts, many."""
-        return [place.module for place in self._parts_at(written) if place.part == WEIGHT and self._has_product(place)]
+        parts = self._parts_at(written)
+        return [part.module for part in parts if part.part == WEIGHT and part.module in self._packed.modules]
 
     def _parts_at(self, written: _Written) -> list[Place]:
         """What the adapter changes in a tensor."""
@@ -193,13 +195,6 @@ class _Merge:
         num_experts, projections = written.tensor.shape[0], STACKED_PARTS[place.part]
         names = [f"{place.module}.{index}.{one}" for index in range(num_experts) for one in projections]
         return [found for name in names if (found := Place(name, WEIGHT)) in self._changed]
-
-    @cached_property
-    def _changed(self) -> set[Place]:
-        return self._changed_parts()
-
-    def _has_product(self, place: Place) -> bool:
-        return place.module in self._packed.modules
 
     def _merge_weight(self, name: str, weight: torch.Tensor) -> None:
         """Change a view [out, in] of a tensor, some outputs at a time."""
