@@ -21,7 +21,7 @@ from tests.data_plane.engine import expert_files
 from tests.data_plane.engine.test_fp8_weights import rounding
 from tests.data_plane.engine.test_long_context import SCALINGS, scaled_checkpoint, with_fields
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.data_plane.engine.test_token_rows import FORMS, TIED_ONLY, PeftModelOf, make_form
+from tests.data_plane.engine.test_token_rows import FORMS, FORMS_OF_MODELS, TIED_ONLY, WARNINGS, PeftModelOf, make_form
 from tests.data_plane.models.checkpoint.write_fixtures import EXPECTED, FIXTURES
 from tests.data_plane.models.checkpoint.write_fixtures import PROMPT as FIXTURE_PROMPT
 from tests.e2e.scheduled import IngestedAdapter, ingested, reported_by
@@ -30,11 +30,7 @@ from tests.makers import make_adapter, make_checkpoint, make_classifier, make_pr
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*save_embedding_layers",
-    "ignore:.*ensure_weight_tying",
-    "ignore:Model has `tie_word_embeddings=True`",
-    "ignore:Model with `tie_word_embeddings=True`",
-    "ignore:.*embedding layer has been resized",
+    *WARNINGS,
     "ignore:.*have invalid shape",
     "ignore:Setting `save_embedding_layers`",
 )
@@ -77,7 +73,7 @@ def of_checkpoint(checkpoint: Path) -> Logits:
 
 @pytest.mark.parametrize(
     ("arch", "is_tied", "form"),
-    [("llama", False, form) for form in FORMS] + [("gemma2", True, form) for form in FORMS | TIED_ONLY],
+    FORMS_OF_MODELS,
 )
 def test_rows_of_embedding_and_head_are_merged(arch: str, is_tied: bool, form: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", arch, tie_word_embeddings=is_tied)
@@ -99,18 +95,8 @@ def test_rows_of_embedding_and_head_are_merged(arch: str, is_tied: bool, form: s
 def test_experts_and_routers_are_merged(arch: str, is_fused: bool, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", arch)
     modules = reported_by(build_engine(worker_config(checkpoint)))
-    if is_fused:
-        path = make_adapter(
-            tmp_path / "adapter",
-            checkpoint,
-            rank=3,
-            targets=["q_proj"],
-            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        )
-        truth = PeftModelOf(checkpoint, path).logits(PROMPT)
-    else:
-        path = expert_files.write_one_by_one(tmp_path / "adapter", checkpoint, linears=["q_proj"])
-        truth = of_checkpoint(expert_files.merged(tmp_path / "merged", checkpoint, path))(PROMPT)
+    path, of_truth = expert_files.adapter_and_truth(tmp_path, checkpoint, is_fused=is_fused)
+    truth = PeftModelOf(*of_truth).logits(PROMPT)
     adapter = ingested(path, BaseModel.load(checkpoint), modules)
     assert any(".experts." in name for name in adapter.info.target_modules)
     result = merged(tmp_path / "work", checkpoint, adapter, (PROMPT, 0))

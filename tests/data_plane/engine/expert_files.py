@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.makers import make_adapter
+
 _PREFIX = "base_model.model."
 _PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -84,6 +86,16 @@ def merged(directory: Path, checkpoint: Path, adapter: Path) -> Path:
                 weight.mul_((magnitude / weight.norm(dim=1))[:, None])
     model.save_pretrained(directory)
     return directory
+
+
+def adapter_and_truth(directory: Path, checkpoint: Path, *, is_fused: bool) -> tuple[Path, tuple[Path, Path | None]]:
+    """An adapter on all experts and q_proj, and a checkpoint (with an adapter) from which PEFT computes the truth."""
+    if is_fused:
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        path = make_adapter(directory / "adapter", checkpoint, rank=3, targets=["q_proj"], target_parameters=parameters)
+        return path, (checkpoint, path)
+    path = write_one_by_one(directory / "adapter", checkpoint, linears=["q_proj"])
+    return path, (merged(directory / "truth", checkpoint, path), None)
 
 
 def _magnitude(key: str) -> str:

@@ -18,13 +18,15 @@ from tests.e2e.scheduled import IngestedAdapter, ingested
 from tests.makers import make_adapter, make_checkpoint, make_prompt
 from tests.oracle import MIN_GAP
 
-pytestmark = pytest.mark.filterwarnings(
+# Of PEFT, for the forms below.
+WARNINGS = (
     "ignore:.*save_embedding_layers",
     "ignore:.*ensure_weight_tying",
     "ignore:Model has `tie_word_embeddings=True`",
     "ignore:Model with `tie_word_embeddings=True`",
     "ignore:.*embedding layer has been resized",
 )
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 NUM_TOKENS = 6
 VOCAB_SIZE = 256
 BOTH = ["embed_tokens", "lm_head"]
@@ -53,6 +55,8 @@ TIED_ONLY = {
     "resized, LoRA on the head": {"resize": 257, "targets": ["v_proj", "lm_head"]},
     "tied LoRA": {"targets": ["v_proj", "embed_tokens"], "ensure_weight_tying": True},
 }
+# Architecture, whether embedding and head are one weight, form.
+FORMS_OF_MODELS = [("llama", False, form) for form in FORMS] + [("gemma2", True, form) for form in FORMS | TIED_ONLY]
 
 
 class PeftModelOf:

@@ -22,16 +22,20 @@ from data_plane.models.checkpoint.shards import Shard, StoredTensor, write_shard
 from tests.data_plane.engine import expert_files
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.data_plane.engine.test_token_rows import BOTH, FORMS, TIED_ONLY, PeftModelOf, make_form
+from tests.data_plane.engine.test_token_rows import (
+    BOTH,
+    FORMS,
+    FORMS_OF_MODELS,
+    TIED_ONLY,
+    WARNINGS,
+    PeftModelOf,
+    make_form,
+)
 from tests.data_plane.models.checkpoint.write_fixtures import FIXTURES
 from tests.makers import make_adapter, make_checkpoint, make_classifier, make_prompt
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*save_embedding_layers",
-    "ignore:.*ensure_weight_tying",
-    "ignore:Model has `tie_word_embeddings=True`",
-    "ignore:Model with `tie_word_embeddings=True`",
-    "ignore:.*embedding layer has been resized",
+    *WARNINGS,
     "ignore:Setting `save_embedding_layers`",
     "ignore:.*fan_in_fan_out",
     "ignore:.*the targeted layer of type Linear has no bias",
@@ -105,7 +109,7 @@ def test_every_weight_is_that_of_pefts_merge(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "is_tied", "form"),
-    [("llama", False, form) for form in FORMS] + [("gemma2", True, form) for form in FORMS | TIED_ONLY],
+    FORMS_OF_MODELS,
 )
 def test_rows_and_vocabularies_are_those_of_the_adapter(arch: str, is_tied: bool, form: str, tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", arch, tie_word_embeddings=is_tied)
@@ -129,18 +133,8 @@ def test_rows_and_vocabularies_are_those_of_the_adapter(arch: str, is_tied: bool
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_experts_and_routers_are_merged(arch: str, is_fused: bool, tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", arch)
-    if is_fused:
-        adapter = make_adapter(
-            tmp_path / "adapter",
-            base,
-            rank=3,
-            targets=["q_proj"],
-            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        )
-        truth = PeftModelOf(base, adapter).logits(PROMPT)
-    else:
-        adapter = expert_files.write_one_by_one(tmp_path / "adapter", base, linears=["q_proj"])
-        truth = PeftModelOf(expert_files.merged(tmp_path / "truth", base, adapter), None).logits(PROMPT)
+    adapter, of_truth = expert_files.adapter_and_truth(tmp_path, base, is_fused=is_fused)
+    truth = PeftModelOf(*of_truth).logits(PROMPT)
     assert merge(adapter, base, tmp_path / "out") == OK
     assert tensors(tmp_path / "out").keys() == tensors(base).keys()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
