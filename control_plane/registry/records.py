@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
+from operator import itemgetter
 from typing import Any
 
 from control_plane.access.tenant_names import is_tenant
 from control_plane.access.visibility import NOBODYS, Ownership, Visibility
+from control_plane.registry.snapshot.quick_objects import quick
 from control_plane.registry.versions.rollout import NO_ROLLOUT, Rollout, decode_rollout, encode_rollout
 from control_plane.registry.versions.verification import Verification, verification_of
 from control_plane.scheduler.adapter_ref import AdapterRef
@@ -142,7 +145,19 @@ class StoredRecord:
 
 # Fields of a record that its document does not have: found out, in documents of their own, or as several members.
 _NOT_STORED = frozenset({"state", "state_reason", "versions", "ownership", "rollout"})
+# What a record or version has where its document says nothing.
+_RECORD_DEFAULTS = {f.name: f.default for f in fields(AdapterRecord) if f.default is not MISSING} | {
+    "state": AdapterState.ACTIVE,
+    "state_reason": "",
+    "versions": (),
+}
+_VERSION_DEFAULTS = {f.name: f.default for f in fields(AdapterVersion) if f.default is not MISSING}
+_record_values = itemgetter(*(f.name for f in fields(AdapterRecord)))
+_version_values = itemgetter(*(f.name for f in fields(AdapterVersion)))
+# As the classes themselves, with all values in the order of their fields.
+make_record, make_version, make_stored = quick(AdapterRecord), quick(AdapterVersion), quick(StoredRecord)
 _LISTS_OF_TEXTS = frozenset({"parts", "files", "labels", "warnings"})
+_FEW_VALUES = ("kind", "dtype", "base_fingerprint")  # thousands of versions have the same one: it is one object
 _SIGNED, _METHOD = frozenset({"signature", "verification"}), frozenset({"method"})
 _MODULES_KEY = b'"target_modules": ['
 # Lists of modules by themselves, so that versions of the same modules share one; see _module_names.
@@ -215,16 +230,9 @@ def decode_record(raw: bytes) -> StoredRecord:
             digests = document.pop("version_digests", None)
             if not isinstance(digests, list) or not all(map(_is_text, digests)):
                 raise ValueError("version_digests is missing or is not a list")
-            values = _checked(AdapterRecord, document, skip=_NOT_STORED)
-            record = AdapterRecord(
-                **values,
-                state=AdapterState.ACTIVE,
-                state_reason="",
-                versions=(),
-                ownership=ownership,
-                rollout=rollout,
-            )
-            return StoredRecord(record, tuple(digests), is_old=False)
+            values = _RECORD_DEFAULTS | _checked(AdapterRecord, document, skip=_NOT_STORED)
+            values["ownership"], values["rollout"] = ownership, rollout
+            return make_stored(make_record(*_record_values(values)), tuple(digests), False)
         case other:
             raise ValueError(f"it has format {other!r}; it was written by another version of Motet")
 
@@ -310,21 +318,21 @@ def _ownership_of(owner: str, visibility: str, tenants: tuple[str, ...]) -> Owne
 
 def _version(document: dict[str, Any]) -> AdapterVersion:
     signed, verified = document.pop("signature", None), document.pop("verification", None)
-    values = _checked(AdapterVersion, document, skip=_SIGNED)
-    modules = values.pop("target_modules")
-    if isinstance(modules, list):
-        modules = _module_names(modules)
-    for name in _LISTS_OF_TEXTS & values.keys():
+    values = _VERSION_DEFAULTS | _checked(AdapterVersion, document, skip=_SIGNED)
+    if isinstance(modules := values["target_modules"], list):
+        values["target_modules"] = _module_names(modules)
+    for name in _LISTS_OF_TEXTS & document.keys():
         values[name] = _items(values[name], name, "texts", _is_text)
-    if "alora_invocation_tokens" in values:
+    if "alora_invocation_tokens" in document:
         tokens = values["alora_invocation_tokens"]
         values["alora_invocation_tokens"] = _items(tokens, "alora_invocation_tokens", "token ids", _is_token)
-    return AdapterVersion(
-        **values,
-        target_modules=modules,
-        signature=None if signed is None else _signature(signed),
-        verification=None if verified is None else verification_of(verified),
-    )
+    for name in _FEW_VALUES:
+        values[name] = sys.intern(values[name])
+    if signed is not None:
+        values["signature"] = _signature(signed)
+    if verified is not None:
+        values["verification"] = verification_of(verified)
+    return make_version(*_version_values(values))
 
 
 def _items(found: Sequence[Any], name: str, what: str, is_item: Callable[[Any], bool]) -> tuple[Any, ...]:

@@ -94,12 +94,11 @@ async def _recover(
     if store.directory is not None and num_cores > 1 and await calls.read(_has_records, store.directory, min_ahead):
         ahead.start(store.directory, min(num_cores, MAX_PROCESSES))  # they start while this one goes on
     await asyncio.to_thread(known.load)
-    names = await calls.read(store.list_names)
+    names = await calls.read(partial(store.list_names, when_records=partial(ahead.request, known)))
     for adapter_id in names.deleting:
         logger.info("finishing deletion adapter_id=%s", adapter_id)
         await calls.change(store.delete_versions, adapter_id)
     found = Found()
-    await calls.read(ahead.request, names.records, known)
     while await calls.read(ahead.take, found, known):
         pass
     left = [adapter_id for adapter_id in names.records if adapter_id not in found.records]
@@ -110,12 +109,12 @@ async def _recover(
     for adapter_id, one in stored.items():
         if isinstance(one, StoredRecord) and one.record.state is AdapterState.DELETING:
             await calls.change(partial(store.delete_record, adapter_id, expected=_is_old))
-    records, is_all_read = await _whole_records(store, calls, known, stored, found.versions)
+    whole, is_all_read = await _whole_records(store, calls, known, stored, found.versions)
     for adapter_id in sorted(set(names.versions) - set(names.records) - set(names.deleting)):
         await calls.change(store.delete_versions, adapter_id)
-    blobs = await _blobs_in_order(store, calls, names.blobs, records, found.blobs, is_all_read=is_all_read)
+    blobs = await _blobs_in_order(store, calls, names.blobs, whole, found.blobs, is_all_read=is_all_read)
     await calls.change(store.format.mark)
-    return Recovered(records, blobs)
+    return Recovered(whole, blobs)
 
 
 def _has_records(directory: Path, count: int) -> bool:
@@ -248,9 +247,10 @@ async def _blobs_in_order(
 ) -> frozenset[str]:
     """The blobs that are complete and named; some were found already. Others are removed if nobody has them."""
     named = {version.digest for record in records for version in record.versions}
-    whole = await _each(calls, store.has_blob, [digest for digest in names if digest not in found])
-    complete = set()
-    for digest in names:
+    complete = found.intersection(named, names)
+    others = [digest for digest in names if digest not in complete]
+    whole = await _each(calls, store.has_blob, [digest for digest in others if digest not in found])
+    for digest in others:
         is_complete = digest in found or whole[digest]
         if is_complete and (digest in named or not is_all_read):
             complete.add(digest)

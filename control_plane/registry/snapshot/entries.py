@@ -8,14 +8,23 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from control_plane.access.visibility import Ownership, Visibility
-from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, StoredRecord
+from control_plane.registry.records import (
+    AdapterRecord,
+    AdapterState,
+    AdapterVersion,
+    StoredRecord,
+    make_record,
+    make_stored,
+    make_version,
+)
 from control_plane.registry.versions.rollout import NO_ROLLOUT, decode_rollout, encode_rollout
 from control_plane.registry.versions.verification import Verification
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 
 _RECORD_FIELDS = [f.name for f in fields(AdapterRecord)]
-_STATE, _REASON, _OF_RECORD, _OWNERSHIP, _ROLLOUT = map(
-    _RECORD_FIELDS.index, ("state", "state_reason", "versions", "ownership", "rollout")
+_ID, _ACTIVE, _STATE, _REASON, _OF_RECORD, _OWNERSHIP, _ROLLOUT = map(
+    _RECORD_FIELDS.index,
+    ("adapter_id", "active_digest", "state", "state_reason", "versions", "ownership", "rollout"),
 )
 _MODULES = [f.name for f in fields(AdapterVersion)].index("target_modules")
 _VERSION_FIELDS = [f.name for f in fields(AdapterVersion) if f.name != "target_modules"]
@@ -40,7 +49,12 @@ def record_entry(adapter_id: str, tag: str, stored: StoredRecord) -> RecordEntry
     values[_STATE], values[_REASON], values[_OF_RECORD] = None, "", ()  # none of them is in a record's document
     ownership = stored.record.ownership
     values[_OWNERSHIP] = (ownership.owner, ownership.visibility.value, ownership.shared_with)
-    values[_ROLLOUT] = encode_rollout(stored.record.rollout)
+    rollout = stored.record.rollout
+    values[_ROLLOUT] = {} if rollout is NO_ROLLOUT else encode_rollout(rollout)
+    # Equal texts as one object: `marshal` sends it once, and whoever loads it has it once.
+    values[_ID] = adapter_id
+    if values[_ACTIVE] in stored.digests:
+        values[_ACTIVE] = stored.digests[stored.digests.index(values[_ACTIVE])]
     return adapter_id, tag, stored.digests, tuple(values)
 
 
@@ -51,7 +65,7 @@ def stored_record(entry: RecordEntry) -> StoredRecord:
     values[_STATE] = AdapterState.ACTIVE
     values[_OWNERSHIP] = _ownership_of(*values[_OWNERSHIP])
     values[_ROLLOUT] = decode_rollout(dict(values[_ROLLOUT])) if values[_ROLLOUT] else NO_ROLLOUT
-    return StoredRecord(AdapterRecord(*values), digests, is_old=False)
+    return make_stored(make_record(*values), digests, False)
 
 
 def version_entry(adapter_id: str, tag: str, version: AdapterVersion, lists: ModuleLists) -> VersionEntry:
@@ -66,7 +80,7 @@ def stored_version(entry: VersionEntry, modules: tuple[str, ...]) -> AdapterVers
     if values[_SIGNATURE] is not None or values[_VERIFICATION] is not None:
         _put_verdicts(values)
     values.insert(_MODULES, modules)
-    return AdapterVersion(*values)
+    return make_version(*values)
 
 
 @lru_cache(maxsize=1024)

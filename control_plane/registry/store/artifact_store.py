@@ -22,7 +22,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +115,13 @@ class ArtifactStore:
         """Give the lock back."""
         self._store.fence.close()
 
-    def list_names(self, *, cleans: bool = True) -> StoredNames:
-        """What there is. With `cleans`, leftovers of writes that an earlier version broke off are removed."""
+    def list_names(
+        self, *, cleans: bool = True, when_records: Callable[[Sequence[str]], None] | None = None
+    ) -> StoredNames:
+        """What there is. With `cleans`, leftovers of writes that an earlier version broke off are removed.
+
+        `when_records` is called with the names of the records as soon as they are known.
+        """
         records, deleting = [], []
         with _reading("list"):
             for name in [entry.name for entry in self._store.list("adapters", names_only=True)]:
@@ -136,6 +141,8 @@ class ArtifactStore:
                 if cleans:
                     self._store.delete(deleting_key(adapter_id))
                 deleting.remove(adapter_id)
+            if when_records is not None:
+                when_records(records)
             return StoredNames(
                 tuple(records),
                 tuple(deleting),

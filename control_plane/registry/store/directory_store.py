@@ -98,13 +98,8 @@ class DirectoryStore:
         return _entry(key.rpartition("/")[2], found)
 
     def has(self, key: str) -> bool:
-        """Whether a key has content: `head` without an entry, for a start that looks at 100,000 keys."""
-        try:
-            os.stat(f"{self.root_path}/{key}")  # noqa: PTH116 - as in `get`
-        except FileNotFoundError:
-            self._fence.check()
-            return False
-        return True
+        """Whether a key has content, as far as can be seen: a quick look at 100,000 keys. `head` says what is wrong."""
+        return os.access(f"{self.root_path}/{key}", os.F_OK)
 
     def list(self, prefix: str, *, names_only: bool = False) -> list[Entry]:
         """See Store. Directories have an entry even if they are empty."""

@@ -82,7 +82,7 @@ class ReadAhead:
             logger.warning("no process reads the store ahead, this one does: %s", error)
             self.close()
 
-    def request(self, names: Sequence[str], known: KnownDocuments) -> None:
+    def request(self, known: KnownDocuments, names: Sequence[str]) -> None:
         """Give each process its share of the names."""
         for place, reader in enumerate(list(self._readers)):
             share = names[place :: len(self._readers)]
