@@ -54,8 +54,9 @@ NEEDED_TO_SERVE = (
     "google.rpc",
     "google.longrunning",
     "grpc_health",
+    "grpc_reflection",
+    "obstore",
 )
-NEEDED_TO_SERVE += ("grpc_reflection",)
 GPU_TESTS = ROOT / "tests" / "gpu"
 SERVED_TESTS = "test_served_generation.py"
 ENGINE_TESTS = ("test_engine_generation.py", "test_fp8_engine.py", "test_fusion.py")

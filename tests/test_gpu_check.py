@@ -153,3 +153,42 @@ def test_checks_and_benchmark_import_no_server_packages(gpu_check: ModuleType) -
     command = [sys.executable, "-c", BLOCKER, ",".join(blocked), *modules]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# Prints the packages outside the standard library that our own modules import, when the servers are.
+IMPORTS = """
+import builtins, sys
+plain, found = builtins.__import__, set()
+OURS = ("control_plane", "data_plane", "contract", "kernels", "motet")
+def watched(name, globals=None, locals=None, fromlist=(), level=0):
+    importer = ((globals or {}).get("__name__") or "").split(".")[0]
+    if importer in OURS and level == 0 and name.split(".")[0] not in (*OURS, *sys.stdlib_module_names):
+        found.add(name)
+    return plain(name, globals, locals, fromlist, level)
+builtins.__import__ = watched
+import control_plane.server, data_plane.worker, motet
+print("\\n".join(sorted(found)))
+"""
+
+
+def test_packages_of_the_served_system_are_looked_for(gpu_check: ModuleType) -> None:
+    """What the servers import at their start is one of those without which the part is left out by name."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")])}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    listed = {*gpu_check.NEEDED, *gpu_check.NEEDED_TO_SERVE}
+    missing = [
+        name
+        for name in done.stdout.split()
+        if not any(name == one or name.startswith(f"{one}.") for one in listed)
+        and name.split(".")[0] not in {one.split(".")[0] for one in listed if "google" not in one}
+    ]
+    assert not missing
