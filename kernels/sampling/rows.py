@@ -120,8 +120,6 @@ def check_adjustments(logits: torch.Tensor, adjustments: Adjustments) -> None:
     history = adjustments.history
     wanted = torch.Size((history.shape[0] if history.dim() else 0, logits.shape[1]))
     _check("history", history, torch.int32, wanted, logits.device)
-    if not history.is_contiguous():
-        raise ValueError(f"history must be contiguous, its strides are {history.stride()}")
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> None:
@@ -129,3 +127,5 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Siz
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, want {dtype} {list(shape)} on {device}"
         )
+    if not tensor.is_contiguous():  # kernels take no strides
+        raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")

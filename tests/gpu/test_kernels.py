@@ -164,7 +164,7 @@ def test_sampling_draws_what_the_cpu_draws(temperature: float, has_adjustments: 
         seed=order - 5,
         position=7,
     )
-    adjusted = order[::2]
+    adjusted = order[::2].contiguous()
     history = torch.randint(0, 5, (len(adjusted), vocab_size), generator=generator, dtype=torch.int32)
     adjustments = Adjustments(
         rows=adjusted,
