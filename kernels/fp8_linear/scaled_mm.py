@@ -10,14 +10,21 @@ import torch
 
 from kernels.fp8 import Fp8Rows
 
+ALIGNMENT = 16  # bytes
+
 
 def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """See the package."""
     return torch._scaled_mm(
         x.codes,
         weight.codes.T,  # by columns, as both libraries want it
-        scale_a=x.scales[:, None],
-        scale_b=weight.scales[None, :],
+        scale_a=_aligned(x.scales)[:, None],
+        scale_b=_aligned(weight.scales)[None, :],
         bias=bias,
         out_dtype=dtype,
     )
+
+
+def _aligned(scales: torch.Tensor) -> torch.Tensor:
+    """The scales where cuBLAS reads them, at a multiple of 16 bytes: those of some rows may begin anywhere."""
+    return scales if scales.data_ptr() % ALIGNMENT == 0 else scales.clone()
