@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from operator import attrgetter
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.tune_attention import Shape, decode_problem, prefill_problem
 from kernels.paged_attention import AttentionBatch, encoder_attention, reference, triton_kernel
@@ -61,12 +63,19 @@ def test_one_key_takes_all_weight_bit_for_bit(num_heads: int, dim: int, cache: s
 
 def test_launches_of_the_tuner_have_the_bits_of_the_definition() -> None:
     """Every fifth of prefill and every 19th of decode, which have each of their tiles and stages; the tuner checks each
-    that it times."""
+    that it times, and passes over those that take more shared memory than there is."""
     shape = Shape(8, 2, 128)
-    decode = decode_problem(shape, ((1, 40), (1, 1500), (1, 513)), CUDA, torch.bfloat16)
-    assert all(decode.is_right(launch) for launch in decode.candidates[::19])
-    prefill = prefill_problem(shape, ((200, 300), (150, 150), (3, 90)), CUDA, torch.bfloat16)
-    assert all(prefill.is_right(launch) for launch in prefill.candidates[::5])
+    for problem, step in (
+        (decode_problem(shape, ((1, 40), (1, 1500), (1, 513)), CUDA, torch.bfloat16), 19),
+        (prefill_problem(shape, ((200, 300), (150, 150), (3, 90)), CUDA, torch.bfloat16), 5),
+    ):
+        tried = problem.candidates[::step]
+        ran = 0
+        for launch in tried:
+            with contextlib.suppress(OutOfResources):
+                assert problem.is_right(launch), launch
+                ran += 1
+        assert ran >= len(tried) / 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
