@@ -55,12 +55,18 @@ class Packed:
 class RandomBase:
     """A base model of random weights; "q" alone has a bias (data_plane.adapters.kinds.base_weights.BaseWeights)."""
 
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+
     def weight(self, target_name: str) -> torch.Tensor:
         target = next(target for target in TARGETS if target.name == target_name)
-        return torch.randn(target.out_features, target.in_features, generator=_seeded(f"weight {target_name}"))
+        weight = torch.randn(target.out_features, target.in_features, generator=_seeded(f"weight {target_name}"))
+        return weight.to(self._device)
 
     def bias(self, target_name: str) -> torch.Tensor | None:
-        return torch.randn(48, generator=_seeded(f"bias {target_name}")) if target_name.endswith(".q") else None
+        if not target_name.endswith(".q"):
+            return None
+        return torch.randn(48, generator=_seeded(f"bias {target_name}")).to(self._device)
 
 
 @dataclass
@@ -206,7 +212,7 @@ def make_arena(
         arena_bytes=arena_bytes,
         dtype=dtype,
         device=device,
-        base=base or RandomBase(),
+        base=base or RandomBase(device),
         base_fingerprint=BASE,
         num_scaled=num_scaled,
     )
