@@ -12,6 +12,7 @@ is 75 then.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -171,7 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 step_ms = measure_ms(driver, num_rows, num_adapters, options)
                 found.append(Row(mode, num_rows, num_adapters, step_ms, num_bytes / rate * 1000))
                 print(found[-1], flush=True)
+        # An engine is part of cycles, and two do not fit.
         del driver
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     if missing := [mode for mode in MODES if mode not in modes]:
         print(f"{' and '.join(missing)}: left out, not for this device and dtype")
     if left_out:
