@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.adapters.__main__ import main
-from benchmarks.adapters.memory import Process
+from benchmarks.adapters.memory import Process, growth_bytes
 from benchmarks.adapters.rig import percentile
 from benchmarks.adapters.timed_worker import Journal, read_journal
 from benchmarks.adapters.zipf import Run, limit_ms, trace
@@ -68,6 +68,8 @@ def test_memory_is_sampled_of_every_process(cache: Path, tmp_path: Path) -> None
     assert found["num_loads"] and found["num_requests"]
     assert isinstance(found["processes"], list)
     assert [one["role"] for one in found["processes"]] == ["control plane", "worker", "redis"]
+    *_, redis = found["processes"]
+    assert len(redis["held_bytes"]) == len(redis["resident_bytes"]), "every sample has both"
 
 
 def test_a_decode_above_twice_the_99th_percentile_with_room_for_all_is_stalled() -> None:
@@ -86,8 +88,20 @@ def test_a_process_is_flat_if_its_line_rises_by_little(mib_each_minute: float, *
         for index, time_s in enumerate(times_s)
     ]
     process = Process("worker", times_s, sizes)
-    assert 60 * process.bytes_per_s / 2**20 == pytest.approx(mib_each_minute, abs=0.05)
+    assert growth_bytes(times_s, sizes) / 2**20 == pytest.approx(mib_each_minute * 8, abs=0.4)
     assert process.is_flat == is_flat
+
+
+@pytest.mark.parametrize(
+    ("held_mib", "resident_mib", "is_flat"),
+    [((65, 65), (70, 78), True), ((65, 69), (70, 74), False), ((65, 65), (80, 92), False)],
+    ids=["its heap grows", "what it holds grows", "its heap is 1.4 times that"],
+)
+def test_redis_is_judged_by_what_it_holds(
+    held_mib: tuple[int, int], resident_mib: tuple[int, int], *, is_flat: bool
+) -> None:
+    held, resident = ([value * 2.0**20 for value in values] for values in (held_mib, resident_mib))
+    assert Process("redis", [0.0, 480.0], resident, held).is_flat == is_flat
 
 
 def test_the_trace_is_seeded_and_follows_zipfs_law() -> None:
