@@ -2,8 +2,9 @@
 
 There are three lanes: for grammars that were quick so far, for those that nothing is known of yet, and for slow ones.
 Each has a few threads of its own priority. A thread whose task took too much CPU time gets the lowest priority, and the
-lane another thread in its place. So a grammar takes the cores from forward passes for `SLOW_S` at most, and what it
-takes behind that is what passes leave. Vocabularies are read on one further thread, in order.
+lane another thread in its place. So a grammar takes the cores from forward passes for `SLOW_S` at most, and all that
+are new for `NEW_SHARE` of the time; new ones beyond it have a fourth lane. What they take behind that is what passes
+leave. Vocabularies are read on one further thread, in order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from data_plane.constraints.patience import Allowance
 from data_plane.constraints.priorities import cpu_s, lower
 from kernels.native import add_humble_threads
 
@@ -27,6 +29,11 @@ SLOW_S = 0.005
 # Niceness of threads above that of the process: for grammars that nothing is known of, and for slow ones.
 NEW_NICENESS = 10
 SLOW_NICENESS = 19
+# CPU time that grammars which nothing is known of may take with NEW_NICENESS: as a share of the time, and how much of
+# it may be saved up, which a few usual schemas take. Beyond it they have the lowest priority, too. A client can send
+# grammars that are new each time: without a bound, each takes SLOW_S from the forward passes.
+NEW_SHARE = 0.01
+NEW_MOST_S = 0.03
 
 
 class Lanes:
@@ -36,8 +43,11 @@ class Lanes:
         """`num_threads`: how many tasks of a lane run at once; None: half of the cores, at most four."""
         self.num_threads = num_threads or max(1, min(4, (os.cpu_count() or 2) // 2))
         self._quick = _Lane(self.num_threads, 0)
-        self._new = _Lane(self.num_threads, NEW_NICENESS)
+        self._new = _Lane(self.num_threads, NEW_NICENESS, self._spend)
+        self._later = _Lane(self.num_threads, SLOW_NICENESS)  # new ones beyond their share: never behind slow ones
         self._slow = _Lane(self.num_threads, SLOW_NICENESS)
+        self._share = Allowance(NEW_MOST_S, NEW_SHARE, self.now_s())
+        self._sharing = threading.Lock()
         self._readers: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
         self._changed = threading.Condition()
@@ -55,7 +65,9 @@ class Lanes:
 
     def run_new(self, task: Callable[[], None]) -> None:
         """Run a task of a grammar that nothing is known of."""
-        self._new.run(task)
+        with self._sharing:
+            has_share = self._share.left_s(self.now_s()) > 0
+        (self._new if has_share else self._later).run(task)
 
     def run_slow(self, task: Callable[[], None]) -> None:
         """Run a task of a slow grammar."""
@@ -81,6 +93,11 @@ class Lanes:
         """The time, seconds from any beginning."""
         return time.perf_counter()
 
+    def _spend(self, taken_s: float) -> None:
+        """Count CPU time of new grammars that others lacked."""
+        with self._sharing:
+            self._share.spend(taken_s)
+
     def notify(self) -> None:
         """Let `wait` look at its condition again."""
         with self._changed:
@@ -98,7 +115,8 @@ class _Thread:
     def __init__(self, niceness: int) -> None:
         self._niceness = niceness
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="constraints", initializer=self._start)
-        self._task: tuple[list[int], float] | None = None  # ids of its threads, their CPU time when it began
+        self._task: tuple[list[int], float] | None = None  # ids of its threads, their CPU time when `begin` was called
+        self._began_s = 0.0  # CPU time of its threads when its task began
         self.is_busy = False
         self.is_demoted = False
 
@@ -119,6 +137,16 @@ class _Thread:
             return 0.0
         ids, began_s = self._task
         return max(sum(map(cpu_s, ids)) - began_s, 0.0)
+
+    def begin_task(self) -> None:
+        self._began_s = self._total_s()
+
+    def task_s(self) -> float:
+        """CPU time since `begin_task`, of all its threads."""
+        return max(self._total_s() - self._began_s, 0.0)
+
+    def _total_s(self) -> float:
+        return sum(map(cpu_s, self._task[0] if self._task else ()))
 
     def demote(self) -> None:
         self.is_demoted = True
@@ -143,7 +171,9 @@ def _thread() -> _Thread | None:
 class _Lane:
     """Tasks begin in the order in which they are given."""
 
-    def __init__(self, num_threads: int, niceness: int) -> None:
+    def __init__(self, num_threads: int, niceness: int, spend: Callable[[float], None] | None = None) -> None:
+        """`spend` gets the CPU time of each task, seconds, that it took before its thread was demoted."""
+        self._spend = spend
         self._num_threads = num_threads  # those that were demoted not counted
         self._niceness = niceness
         self._lock = threading.Lock()
@@ -183,7 +213,11 @@ class _Lane:
                         thread.is_busy = False
                         return
                     task = self._tasks.popleft()
+                    thread.begin_task()
                 task()
+                with self._lock:
+                    if self._spend is not None and not thread.is_demoted:
+                        self._spend(thread.task_s())
         finally:
             add_humble_threads(-int(is_humble or thread.is_demoted))
 
@@ -194,6 +228,8 @@ class _Lane:
             with self._lock:
                 for thread in [each for each in self._threads if each.is_busy and each.taken_s() > SLOW_S]:
                     self._threads.remove(thread)
+                    if self._spend is not None:
+                        self._spend(thread.task_s())
                     thread.demote()
                     add_humble_threads(int(self._niceness == 0))
                     thread.end()

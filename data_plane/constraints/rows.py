@@ -25,7 +25,7 @@ from data_plane.constraints.matchers import (
     Matchers,
     following_threads,
 )
-from data_plane.constraints.patience import PATIENCE_S, Patience
+from data_plane.constraints.patience import PATIENCE_S, PATIENCE_SHARE, Allowance
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, NewRow, RowConstraint, Vocabulary
 
@@ -67,7 +67,7 @@ class ConstraintRows:
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._lanes = lanes or Lanes()
-        self._patience = Patience(self._lanes.now_s())
+        self._patience = Allowance(PATIENCE_S, PATIENCE_SHARE, self._lanes.now_s())
         self._matchers = Matchers()  # used by the thread that reads
         self._rows: dict[int, _Row] = {}
         # By digest of grammars that are being built, the further rows that have them.

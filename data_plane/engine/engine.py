@@ -405,7 +405,8 @@ class TorchEngine:
         kept = batch.kept[upload(at, logits.device)]
         self._last_tokens[upload(waiting, logits.device)] = batch.input_ids[kept]
         self._rows.sit_out(waiting)
-        ready = logits[upload(np.delete(np.arange(len(sampled)), at), logits.device)]
+        # Less than half of the time of indexing on a CPU: 131,072 tokens of 16 rows take milliseconds there.
+        ready = logits.index_select(0, upload(np.delete(np.arange(len(sampled)), at), logits.device))
         return replace(self._sample(np.delete(sampled, at), ready, masks), waiting_rows=waiting.astype(np.int32))
 
     def _sample(self, sampled: Int64Array, logits: torch.Tensor, masks: Masks | None) -> PassOutput:

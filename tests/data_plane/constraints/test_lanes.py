@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from data_plane.constraints.lanes import NEW_NICENESS, SLOW_NICENESS, SLOW_S, Lanes
+from data_plane.constraints.lanes import NEW_MOST_S, NEW_NICENESS, NEW_SHARE, SLOW_NICENESS, SLOW_S, Lanes
 from data_plane.constraints.matchers import following_threads
 from data_plane.constraints.priorities import cpu_s, new_threads
 
@@ -146,3 +146,46 @@ def test_the_threads_that_a_thread_starts_are_found_and_no_others() -> None:
 
 def test_a_thread_that_is_not_there_has_no_cpu_time() -> None:
     assert cpu_s(1 << 23) == 0.0
+
+
+class TimedLanes(Lanes):
+    """Lanes whose clock stands still until the test moves it."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+        super().__init__(1)
+
+    def now_s(self) -> float:
+        return self.time_s
+
+
+def use_up(lanes: Lanes) -> None:
+    """Let new grammars take more CPU time than their share is at most."""
+
+    def take_long() -> None:
+        lanes.begin([])
+        compute_until(lambda: lanes.cpu_s() > NEW_MOST_S)
+
+    for _ in range(100):  # a task is paid for until its thread is demoted
+        if result_of(lanes.run_new, niceness) == above(SLOW_NICENESS):
+            return
+        result_of(lanes.run_new, take_long)
+    pytest.fail("new grammars had more than their share")
+
+
+def test_new_grammars_have_the_lowest_priority_beyond_their_share_of_the_time() -> None:
+    lanes = TimedLanes()
+    assert result_of(lanes.run_new, niceness) == above(NEW_NICENESS)
+    use_up(lanes)
+    assert result_of(lanes.run_quick, niceness) == above(0)
+    lanes.time_s = 100 * NEW_MOST_S / NEW_SHARE
+    assert result_of(lanes.run_new, niceness) == above(NEW_NICENESS)
+
+
+def test_new_grammars_beyond_their_share_do_not_wait_for_slow_ones() -> None:
+    lanes, release, done = TimedLanes(), threading.Event(), threading.Event()
+    use_up(lanes)
+    lanes.run_slow(lambda: compute_until(release.is_set))
+    lanes.run_new(done.set)
+    assert done.wait(LONG_S)
+    release.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_plane.constraints.patience import PATIENCE_S, PATIENCE_SHARE, Patience
+from data_plane.constraints.patience import PATIENCE_S, PATIENCE_SHARE, Allowance
 from data_plane.constraints.rows import ConstraintRows
 from data_plane.plan import Vocabulary
 from tests.data_plane.constraints.test_masks import NUM_TOKENS, row_of, vocabulary
@@ -19,9 +19,9 @@ class WaitingLanes(HeldLanes):
     """No mask is ever ready: each wait takes all the time that it may."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.waited_s = 0.0
         self.time_s = 0.0
+        super().__init__()
 
     def now_s(self) -> float:
         return self.time_s
@@ -33,7 +33,7 @@ class WaitingLanes(HeldLanes):
 
 
 def test_patience_comes_back_with_the_time_up_to_its_bound() -> None:
-    patience = Patience(0.0)
+    patience = Allowance(PATIENCE_S, PATIENCE_SHARE, 0.0)
     assert patience.left_s(0.0) == PATIENCE_S
     patience.spend(PATIENCE_S)
     assert patience.left_s(0.0) == 0.0
