@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 # Kernels are compiled for ranges of ranks. If a rank between these needs another kernel, that is compiled when it
 # comes. DoRA scales and biases do not depend on the rank, so one case covers them.
 ADAPTERS = ((8, False), (16, False), (16, True), (32, False), (64, False))  # rank, whether it has such vectors
-# Tokens of a prefill: from 512 on blocks have 32 tokens of an adapter; with more than 64 neither norms nor rotations
-# expand; and an odd number.
-LONG_CHUNK, MIDDLE_CHUNK, SHORT_CHUNK = 512, 128, 17
+# Tokens of a prefill: from 512 on blocks have 32 tokens of an adapter; and an odd number.
+LONG_CHUNK, SHORT_CHUNK = 512, 17
 # Rows that decode: libraries choose other kernels for more rows, and load each at its first use.
 MANY_ROWS = (16, 64)
 # Long enough for attention to a sequence to be cut in parts.
@@ -84,7 +83,7 @@ def cases(captured_sizes: Sequence[int] = ()) -> list[Case]:
         *(
             Case(num_rows, num_tokens, rank=rank, has_vectors=has_vectors)
             for rank, has_vectors in ADAPTERS
-            for num_rows, num_tokens in ((1, LONG_CHUNK), (1, MIDDLE_CHUNK), (3, 1))
+            for num_rows, num_tokens in ((1, LONG_CHUNK), (3, 1))
         ),
     ]
 

@@ -15,7 +15,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from data_plane.layers.context import StepContext
 from kernels.fp8 import KVScale
-from kernels.lora.expansion import Expansion
 from kernels.paged_attention import paged_attention
 from kernels.rope import HeadNorm, apply_rope, apply_rope_and_store_kv
 from kernels.store_kv import store_kv
@@ -36,12 +35,11 @@ class AttentionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Applied to query and key before the key is stored: what adapters add, the norm of each head, the rotation."""
+    """Applied to query and key before the key is stored: the norm of each head, the rotation."""
 
     cos: torch.Tensor  # [num_tokens, n]
     sin: torch.Tensor
     norm: HeadNorm | None
-    expansion: Expansion | None = None  # of query, key and value side by side
 
 
 class Attends(Protocol):
@@ -98,12 +96,8 @@ class PagedAttention:
         tables = (None, rotation.cos, rotation.sin)  # a row for each token
         if self.key_cache.dtype == key.dtype:
             caches = (self.key_cache, self.value_cache, self._kv_positions())
-            apply_rope_and_store_kv(
-                query, key, value, *tables, *caches, norm=rotation.norm, expansion=rotation.expansion
-            )
+            apply_rope_and_store_kv(query, key, value, *tables, *caches, norm=rotation.norm)
         else:
-            if rotation.expansion is not None:
-                rotation.expansion.add()
             apply_rope(query, key, *tables, norm=rotation.norm)
             self._store(key, value)
         return self._attend(query, settings)

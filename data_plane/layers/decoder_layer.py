@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data_plane.layers.gated_mlp import GatedMlp
 from data_plane.layers.rms_norm import RmsNorm
-from data_plane.layers.rotary_attention import RotaryAttention
-from kernels.lora.expansion import Expansion
 
 
 class DecoderLayer(nn.Module):
@@ -47,17 +44,10 @@ class DecoderLayer(nn.Module):
         """hidden_states [1, T, hidden] itself, changed; kwargs are for the attention."""
         normed = self.input_layernorm(hidden_states)
         attended: torch.Tensor
-        # What the adapters of the last linear still have to add goes into the pass of the sum.
-        left: Expansion | None = None
-        if isinstance(self.self_attn, RotaryAttention):
-            attended, left = self.self_attn.product(normed, **kwargs)
-        else:
-            attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-        normed = self.post_attention_layernorm.add_to(hidden_states, attended, left)
-        output, left = self.mlp.product(normed) if isinstance(self.mlp, GatedMlp) else (self.mlp(normed), None)
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+        normed = self.post_attention_layernorm.add_to(hidden_states, attended)
+        output = self.mlp(normed)
         for norm in self._next:
-            norm.prepare(hidden_states, output, left)
+            norm.prepare(hidden_states, output)
             return hidden_states
-        if left is not None:
-            left.add()
         return hidden_states.add_(output)

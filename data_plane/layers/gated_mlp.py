@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from data_plane.layers.fp8.activations import Fp8Activations
-from data_plane.layers.lora_linear import LoraLinear, product_of
+from data_plane.layers.lora_linear import LoraLinear
 from kernels.gated_activation import gated_activation, gated_activation_fp8
-from kernels.lora.expansion import Expansion
 
 
 class GatedMlp(nn.Module):
@@ -23,23 +22,18 @@ class GatedMlp(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] for hidden_states [..., hidden]."""
-        output, expansion = self.product(hidden_states)
-        if expansion is not None:
-            expansion.add()
-        return output
-
-    def product(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Expansion | None]:
-        """See LoraLinear.product."""
         both, expansion = self.gate_up.product(hidden_states)
         rows = both.view(-1, both.shape[-1]) if expansion is None else expansion.y
         if self.fp8 is None:
             active = gated_activation(rows, self.activation, expansion)
-            return product_of(self.down_proj, active.view(*both.shape[:-1], -1))
+            output: torch.Tensor = self.down_proj(active.view(*both.shape[:-1], -1))
+            return output
         active, codes = gated_activation_fp8(rows, self.activation, expansion, has_values=self._reads_values())
         active = active.view(*both.shape[:-1], -1)
         self.fp8.keep(self, active, codes)
         try:
-            return product_of(self.down_proj, active)
+            output = self.down_proj(active)
+            return output
         finally:
             self.fp8.forget()
 

@@ -68,9 +68,9 @@ class LoraLinear(nn.Linear):
         return _apart(output) if self.out_features == 1 else output
 
     def product(self, input: torch.Tensor) -> tuple[torch.Tensor, Expansion | None]:
-        """The output, and what it still lacks of the step's adapters, which the kernel that reads it next may add.
+        """The output, and what it still lacks of the step's adapters, which the kernel that reads it next adds.
 
-        For linears whose output no adapter's rows replace and nobody else reads.
+        For gate and up: no adapter's rows replace their output, and only the gate reads it.
         """
         lora = self.context.head_lora if self.is_head else self.context.lora
         x = input.reshape(-1, self.in_features)
@@ -122,11 +122,6 @@ class LoraLinear(nn.Linear):
         if isinstance(self.packed, Fp8Weight):
             return self.packed.rows
         return self.weight.detach() if self.packed is None else self.packed.unpack().detach()
-
-
-def product_of(linear: nn.Module, input: torch.Tensor) -> tuple[torch.Tensor, Expansion | None]:
-    """LoraLinear.product; of another module its output."""
-    return linear.product(input) if isinstance(linear, LoraLinear) else (linear(input), None)
 
 
 def replace_linears(model: nn.Module, names: Collection[str], context: StepContext) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from data_plane.layers.fp8.activations import Fp8Activations
-from kernels.lora.expansion import Expansion
 from kernels.rms_norm import rms_norm, rms_norm_fp8
 
 
@@ -38,23 +37,22 @@ class RmsNorm(nn.Module):
         """The norm of rows [T, n], which may be a column slice."""
         return rms_norm(rows, self.weight, self.eps, weight_offset=self.weight_offset)
 
-    def add_to(self, stream: torch.Tensor, x: torch.Tensor, expansion: Expansion | None = None) -> torch.Tensor:
-        """stream [..., n] += x, in place; the norm of the sum, of the same shape. `expansion`: what x still lacks."""
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """stream [..., n] += x, in place; the norm of the sum, of the same shape."""
         width = stream.shape[-1]
         rows = stream.view(-1, width)
-        added = x.reshape(-1, width) if expansion is None else expansion.y
-        return self._norm(added, stream.shape, residual=rows, expansion=expansion)
+        return self._norm(x.reshape(-1, width), stream.shape, residual=rows)
 
-    def prepare(self, stream: torch.Tensor, x: torch.Tensor, expansion: Expansion | None = None) -> None:
+    def prepare(self, stream: torch.Tensor, x: torch.Tensor) -> None:
         """Compute add_to, and keep its result for the forward pass of `stream`."""
-        self.keep(stream, self.add_to(stream, x, expansion))
+        self.keep(stream, self.add_to(stream, x))
 
     def keep(self, stream: torch.Tensor, normed: torch.Tensor) -> None:
         """Let the forward pass of `stream` return `normed`, its norm."""
         self._ready = (stream, normed)
 
     def _norm(self, x: torch.Tensor, shape: torch.Size, **added: Any) -> torch.Tensor:
-        """The norm of rows x [T, n] in this shape. added: residual and expansion of kernels.rms_norm."""
+        """The norm of rows x [T, n] in this shape. added: the residual of kernels.rms_norm."""
         added |= {"weight_offset": self.weight_offset}
         if self.fp8 is None:
             return rms_norm(x, self.weight, self.eps, **added).view(shape)

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from data_plane.layers.attention import AttentionSettings, Rotation, attention_of
-from data_plane.layers.lora_linear import LoraLinear, product_of
+from data_plane.layers.lora_linear import LoraLinear
 from data_plane.layers.rms_norm import RmsNorm
-from kernels.lora.expansion import Expansion
 from kernels.rope import HeadNorm
 
 
@@ -42,38 +41,25 @@ class RotaryAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """`product`, with nothing left to add."""
-        output, expansion = self.product(hidden_states, position_embeddings)
-        if expansion is not None:
-            expansion.add()
-        return output, None
-
-    def product(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
-    ) -> tuple[torch.Tensor, Expansion | None]:
         """[1, T, hidden] for hidden_states [1, T, hidden]; position_embeddings are cos and sin [1, T, rotary size].
 
         Both tables hold every value twice, as transformers makes them. Other arguments are the same in all steps and
-        were checked when this module was built. See LoraLinear.product.
+        were checked when this module was built.
         """
         num_tokens = hidden_states.shape[1]
-        joint: Any
-        joint, expansion = self.qkv.product(hidden_states)
+        joint: Any = self.qkv(hidden_states)
         query, key, value = joint[0].split(self.widths, dim=1)
         norm = self.head_norm
         if norm is None and self.q_norm is not None and self.k_norm is not None:
-            if expansion is not None:
-                expansion.add()
-                expansion = None
             query, key = self.q_norm.of_rows(query), self.k_norm.of_rows(key)
         half = position_embeddings[0].shape[-1] // 2
         cos, sin = (table[0, :, :half] for table in position_embeddings)
         query, key, value = (
             part.unflatten(1, (count, -1)) for part, count in zip((query, key, value), self.heads, strict=True)
         )
-        rotation = Rotation(cos, sin, norm, expansion)
+        rotation = Rotation(cos, sin, norm)
         out = attention_of(self).attend_rotated(query, key, value, rotation, self.settings)
-        return product_of(self.o_proj, out.reshape(1, num_tokens, -1))
+        return self.o_proj(out.reshape(1, num_tokens, -1)), None
 
     @property
     def head_norm(self) -> HeadNorm | None:

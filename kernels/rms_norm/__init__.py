@@ -9,7 +9,6 @@ import torch
 from kernels.devices import runs_triton
 from kernels.fp8 import Fp8Rows
 from kernels.fp8_rows import quantize_rows
-from kernels.lora.expansion import Expansion
 from kernels.rms_norm import cpu, native
 
 __all__ = ["rms_norm", "rms_norm_fp8"]
@@ -24,15 +23,12 @@ def rms_norm(
     *,
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
-    expansion: Expansion | None = None,
 ) -> torch.Tensor:
     """[T, H] for x [T, H] and weight [H], in x's dtype; weight_offset is 1 for Gemma.
 
-    A residual [T, H] of x's dtype takes the sum residual + x in place, and the result is the norm of that sum. With an
-    expansion, whose y is x, it is added to x first.
+    A residual [T, H] of x's dtype takes the sum residual + x in place, and the result is the norm of that sum.
     """
-    if (folded := _folded(x, weight, eps, residual, weight_offset, expansion)) is not None:
-        return folded
+    _check(x, weight, residual)
     if _is_one_launch(x, weight, residual):
         from kernels.rms_norm import triton_kernel
 
@@ -49,11 +45,9 @@ def rms_norm_fp8(
     *,
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
-    expansion: Expansion | None = None,
 ) -> tuple[torch.Tensor, Fp8Rows]:
     """rms_norm, and quantize_rows of its result."""
-    if (folded := _folded(x, weight, eps, residual, weight_offset, expansion)) is not None:
-        return folded, quantize_rows(folded)
+    _check(x, weight, residual)
     if _is_one_launch(x, weight, residual):
         from kernels.rms_norm import triton_kernel
 
@@ -62,33 +56,12 @@ def rms_norm_fp8(
     return y, quantize_rows(y)
 
 
-def _folded(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None,
-    weight_offset: float,
-    expansion: Expansion | None,
-) -> torch.Tensor | None:
-    """The result of the launch that adds the expansion, too. None: x has it already, or there is none.
-
-    Raises ValueError for arguments that do not fit each other.
-    """
+def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """Raise ValueError for arguments that do not fit each other."""
     if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
         raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [T, H] and [H]")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, want {x.dtype} {tuple(x.shape)}")
-    if expansion is None:
-        return None
-    if expansion.y is not x:
-        raise ValueError("the expansion is of another tensor than x")
-    if residual is not None and _is_one_launch(x, weight, residual):
-        from kernels.rms_norm import triton_folded
-
-        if (columns := triton_folded.tile_columns(expansion)) is not None:
-            return triton_folded.rms_norm(expansion, weight, eps, residual, weight_offset, columns)
-    expansion.add()
-    return None
 
 
 def _is_one_launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> bool:

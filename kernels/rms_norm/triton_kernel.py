@@ -1,6 +1,6 @@
 """rms_norm on the GPU: one program per token, one read of the row.
 
-Multiply and add are never fused, so that triton_folded.py gives the same bits.
+Multiply and add are never fused: each is rounded by itself, as in the definition.
 """
 
 from __future__ import annotations

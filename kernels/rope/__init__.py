@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
-from kernels.lora.expansion import Expansion
 from kernels.rope import cpu, native
 from kernels.rope.reference import HeadNorm
 from kernels.store_kv import check_store, store_kv
@@ -55,26 +54,13 @@ def apply_rope_and_store_kv(
     kv_positions: torch.Tensor,
     *,
     norm: HeadNorm | None = None,
-    expansion: Expansion | None = None,
 ) -> None:
-    """As apply_rope, then write key and value to their KV positions as store_kv does without scales.
-
-    An expansion, of whose y query, key and value are the columns, is added first.
-    """
+    """As apply_rope, then write key and value to their KV positions as store_kv does without scales."""
     _check(query, key, positions, cos, sin, norm)
     check_store(key, value, key_cache, value_cache, kv_positions)
     store = (value, key_cache, value_cache, kv_positions)
     is_one_launch = _runs_triton(query, key, positions, cos, sin, norm) and runs_triton(key_cache)
     is_one_launch = is_one_launch and value.stride(2) == 1 and kv_positions.is_contiguous()
-    if expansion is not None:
-        if is_one_launch:
-            from kernels.rope import triton_folded
-
-            columns = triton_folded.tile_columns(query, key, value, expansion, has_norm=norm is not None)
-            if columns is not None:
-                triton_folded.apply_rope(query, key, positions, cos, sin, store, expansion, columns)
-                return
-        expansion.add()
     if is_one_launch:
         from kernels.rope import triton_kernel
 

@@ -1,6 +1,6 @@
 """apply_rope on the GPU, with the norms of the heads before and the write to the cache behind, in one launch.
 
-Multiply and add are never fused, so that triton_folded.py gives the same bits.
+Multiply and add are never fused: each is rounded by itself, as in the definition.
 """
 
 from __future__ import annotations

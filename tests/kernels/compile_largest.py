@@ -96,7 +96,7 @@ def run_all(dtype: torch.dtype) -> None:
 
 
 def run_adapters(dtype: torch.dtype, num_tokens: int, forms: dict[str, tuple[int, ...]]) -> None:
-    """Shrinks and expands, in launches of their own and folded into these forms, with every vector."""
+    """Shrinks and expands, and who reads their rows next, with every vector; the gate expands on the way."""
     slots = tuple(token % 2 for token in range(num_tokens))
     for form, widths in forms.items():
         case = LoraCase(form, slots, (64, 8, 3), 4096, tile_width=1024)
@@ -106,26 +106,22 @@ def run_adapters(dtype: torch.dtype, num_tokens: int, forms: dict[str, tuple[int
         lora_expand(h, inputs.group, inputs.y, segments, epilogue=epilogue)
         expansion = Expansion(inputs.y, h, inputs.group, segments, epilogue)
         if form == "norm":
-            rms_norm(inputs.y, inputs.y[0], 1e-5, residual=inputs.y.clone(), expansion=expansion)
+            rms_norm(inputs.y, inputs.y[0], 1e-5, residual=inputs.y.clone())
         elif form == "gate":
             gated_activation(inputs.y, "silu", expansion)
         else:
-            run_rotation(expansion)
+            run_rotation(inputs.y)
     lora_embed(torch.zeros(num_tokens, dtype=torch.int64), inputs.group.module(0), segments, max_rank=64)
 
 
-def run_rotation(expansion: Expansion) -> None:
+def run_rotation(y: torch.Tensor) -> None:
     """32 heads of 128 over 8 of keys."""
-    y = expansion.y
     query, key, value = y.split((4096, 1024, 1024), dim=1)
     query, key, value = query.unflatten(1, (32, 128)), key.unflatten(1, (8, 128)), value.unflatten(1, (8, 128))
     caches = torch.empty(2, 8, 16, 8, 128, dtype=y.dtype)
     angles = torch.zeros(len(y), 64)
     positions = torch.zeros(len(y), dtype=torch.int64)
-    for given in (None, expansion):
-        apply_rope_and_store_kv(
-            query, key, value, None, angles, angles, caches[0], caches[1], positions, expansion=given
-        )
+    apply_rope_and_store_kv(query, key, value, None, angles, angles, caches[0], caches[1], positions)
 
 
 def run_attention(dtype: torch.dtype, dim: int, cache_dtype: torch.dtype, scale: KVScale) -> None:

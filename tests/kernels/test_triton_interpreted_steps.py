@@ -13,8 +13,6 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from kernels import native
 from kernels.gated_activation import triton_folded as gate
-from kernels.rms_norm import triton_folded as norm
-from kernels.rope import triton_folded as rope
 from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS, experts_of
 from tests.data_plane.engine.planner import Job, Planner
@@ -32,9 +30,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 ADAPTERS: tuple[dict[str, Any], ...] = ({"rank": 4}, {"rank": 20, "use_dora": True})
 TARGETS: dict[str, dict[str, Any]] = {"olmoe": {"targets": ["q_proj", "o_proj"]}}  # others: all linears
-# What expands in other launches: query, key and value as three modules and as one; heads with a norm. Of other
-# architectures it follows from the parts that were fused, which other tests hold.
-FOLDED = {"llama": {"norm", "gate", "rotation"}, "phi3": {"norm", "gate", "rotation"}, "qwen3": {"norm", "gate"}}
+# Whose gate expands what it reads. Of other architectures it follows from the parts that were fused, which other tests
+# hold.
+FOLDED = ("llama", "phi3", "qwen3")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +54,7 @@ def tokens_of(engine: TorchEngine) -> list[list[int]]:
 
 @pytest.mark.parametrize("arch", RECORDED_ARCHS)
 def test_the_kernels_give_the_tokens_of_the_cpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotation, norms and gate expand what they read; the rotation not where heads have a norm."""
+    """The gate expands what it reads."""
     checkpoint = make_checkpoint(tmp_path / "model", arch)
     plain = build_engine(worker_config(checkpoint, native_code="off", num_blocks=64))
     base_model = BaseModel.load(checkpoint)
@@ -66,19 +64,15 @@ def test_the_kernels_give_the_tokens_of_the_cpu(arch: str, tmp_path: Path, monke
         plain.slots.load(slot, 1, packed.info.digest, packed)
     expected = tokens_of(plain)
     folded: list[str] = []
+    own = gate.gated_activation
 
-    def noted(name: str, call: Any) -> Any:
-        def run(*arguments: Any) -> Any:
-            folded.append(name)
-            return call(*arguments)
+    def noted(*arguments: Any) -> Any:
+        folded.append("gate")
+        return own(*arguments)
 
-        return run
-
-    monkeypatch.setattr(rope, "apply_rope", noted("rotation", rope.apply_rope))
-    monkeypatch.setattr(gate, "gated_activation", noted("gate", gate.gated_activation))
-    monkeypatch.setattr(norm, "rms_norm", noted("norm", norm.rms_norm))
+    monkeypatch.setattr(gate, "gated_activation", noted)
     for branch in TRITON_BRANCHES:
         monkeypatch.setattr(branch, lambda tensor: True)
     engine = TorchEngine(plain.model, plain.kv_cache, plain.arena, plain.capacities, decodes_on_device=True)
     assert tokens_of(engine) == expected
-    assert set(folded) == FOLDED.get(arch, set(folded))
+    assert folded or arch not in FOLDED

@@ -17,7 +17,7 @@ from kernels.gated_activation import gated_activation
 from kernels.gated_activation import triton_kernel as gate
 from kernels.lora import ModuleGroup, adapter_segments, ops, triton_segments
 from kernels.lora.cases import Case, GroupInputs, make_group
-from kernels.lora.expansion import MOST_TOKENS, Expansion
+from kernels.lora.expansion import Expansion
 from kernels.paged_attention import AttentionBatch, RowBatch, triton_kernel
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
 from kernels.paged_attention.options import Options
@@ -221,30 +221,29 @@ def test_programs_follow_the_adapters_of_the_step_not_the_slots(
         table = torch.empty(num_tokens, 64)
         caches = [torch.empty(2, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
         positions = torch.empty(num_tokens, dtype=torch.int64)
-        apply_rope_and_store_kv(
-            query, key, value, None, table, table, caches[0], caches[1], positions, expansion=expansion
-        )
+        expansion.add()
+        apply_rope_and_store_kv(query, key, value, None, table, table, caches[0], caches[1], positions)
 
-    joint = [("rope_expand_kernel", num_tokens * 10)]
-    apart = [("expand_kernel", blocks * 32 * 3), ("rope_kernel", num_tokens * 10)]
+    def norm_sum(expansion: Expansion) -> None:
+        expansion.add()
+        rms_norm(expansion.y, residual[0], 1e-5, residual=residual)
+
     assert grids(4096, (4096, 1024, 1024), rotate) == [
         ("shrink_kernel", blocks * 8 * 3),
-        *(joint if num_tokens <= MOST_TOKENS else apart),
+        ("expand_kernel", blocks * 32 * 3),
+        ("rope_kernel", num_tokens * 10),
     ]
     assert grids(4096, (14336, 14336), lambda each: gated_activation(each.y, "silu", each)) == [
         ("shrink_kernel", blocks * 8 * 2),
         ("gate_expand_kernel", (blocks + num_tokens // 16) * 112),
     ]
     residual = torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
-    joint = [("norm_expand_kernel", num_tokens)]
-    apart = [("expand_kernel", blocks * 32), ("rms_norm_kernel", num_tokens)]
     for in_features, parts in ((4096, 8), (14336, 16)):
-        read = grids(
-            in_features,
-            (4096,),
-            lambda each: rms_norm(each.y, residual[0], 1e-5, residual=residual, expansion=each),
-        )
-        assert read == [("shrink_kernel", blocks * parts), *(joint if num_tokens <= MOST_TOKENS else apart)]
+        assert grids(in_features, (4096,), norm_sum) == [
+            ("shrink_kernel", blocks * parts),
+            ("expand_kernel", blocks * 32),
+            ("rms_norm_kernel", num_tokens),
+        ]
 
 
 @pytest.mark.parametrize("num_rows", [64, 256])

@@ -16,7 +16,6 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
 from kernels import native
-from kernels.lora.expansion import MOST_TOKENS
 from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
@@ -26,16 +25,8 @@ from tests.makers import make_adapter, make_checkpoint
 NUM_LAYERS = 2  # of the checkpoint
 # Of one layer: norms with the residual sums, rotation with the cache write, attention, the gate.
 LAYER = {"rms_norm_kernel": 2, "rope_kernel": 1, "decode_kernel": 1, "gated_activation_kernel": 1}
-# A shrink for q k v, the output, gate and up, down. Rotation, norms and gate expand what they read.
+# A shrink for q k v, the output, gate and up, down. The gate expands what it reads.
 WITH_ADAPTERS = {
-    "norm_expand_kernel": 2,
-    "rope_expand_kernel": 1,
-    "decode_kernel": 1,
-    "gate_expand_kernel": 1,
-    "shrink_kernel": 4,
-}
-# Of more rows, norms and rotation leave the expand to launches of its own.
-WITH_MANY_ROWS = {
     "rms_norm_kernel": 2,
     "rope_kernel": 1,
     "decode_kernel": 1,
@@ -49,7 +40,7 @@ IN_FP8 |= {"quantize_rows_kernel": 1}
 PRODUCTS = 4 * NUM_LAYERS + 1
 # The first norm, the list of decode's programs, and the choice of tokens in two launches.
 STEP = {"rms_norm_kernel": 1, "list_kernel": 1, "best_kernel": 1, "pick_kernel": 1}
-ROWS, PROMPT = 6, [5, 9, 200, 31, 77]
+ROWS, MANY_ROWS, PROMPT = 6, 65, [5, 9, 200, 31, 77]
 VALUES: list[bool] = []  # of each gate that writes FP8 inputs in the last step: whether it writes the others too
 
 
@@ -85,7 +76,7 @@ def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def make_engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> TorchEngine:
     """With the layers of a GPU, and adapters of two ranks in slots 0 and 1."""
     monkeypatch.setattr(TRITON_BRANCHES[-1], lambda tensor: True)
-    engine = build_engine(worker_config(checkpoint, native_code="off", max_rows=MOST_TOKENS + 1, **settings))
+    engine = build_engine(worker_config(checkpoint, native_code="off", max_rows=MANY_ROWS, **settings))
     for slot, rank in enumerate((4, 8)):
         adapter = make_adapter(tmp_path / f"adapter{slot}", checkpoint, rank=rank, seed=slot)
         packed = pack(adapter, engine.capacities.model_fingerprint)
@@ -159,13 +150,12 @@ def test_launches_of_a_step_with_adapters(
 ) -> None:
     """Grouping the tokens by slot adds two launches on a GPU; a CPU groups them with torch's operations."""
     assert launched(engine, monkeypatch, slots) == (step_of(WITH_ADAPTERS), PRODUCTS)
-    assert sum(WITH_ADAPTERS.values()) == 9
+    assert sum(WITH_ADAPTERS.values()) == 12
 
 
 def test_launches_of_a_step_of_more_rows(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = [row % 2 for row in range(MOST_TOKENS + 1)]
-    assert launched(engine, monkeypatch, slots) == (step_of(WITH_MANY_ROWS), PRODUCTS)
-    assert sum(WITH_MANY_ROWS.values()) == 12
+    slots = [row % 2 for row in range(MANY_ROWS)]
+    assert launched(engine, monkeypatch, slots) == (step_of(WITH_ADAPTERS), PRODUCTS)
 
 
 @pytest.mark.parametrize("slots", [[None] * ROWS, [0, 1, None] * 2], ids=["base", "adapters"])
@@ -176,8 +166,8 @@ def test_launches_of_a_step_with_fp8_weights(
     engine = make_engine(checkpoint, tmp_path, monkeypatch, quantization="fp8")
     expected = step_of(IN_FP8)
     if slots[0] is not None:
-        # Inputs behind norms and gates that expand what they read take a launch, too: all but that of the first layer.
-        expected = step_of(WITH_ADAPTERS) + Counter({"quantize_rows_kernel": 4 * NUM_LAYERS - 1})
+        # The input behind a gate that expands what it reads takes a launch, too.
+        expected = step_of(WITH_ADAPTERS, {"quantize_rows_kernel": 2})
     assert launched(engine, monkeypatch, slots) == (expected, PRODUCTS)
     assert ([False] * NUM_LAYERS if slots[0] is None else []) == VALUES, "nobody reads them but adapters"
     assert sum(IN_FP8.values()) == 6

@@ -9,16 +9,10 @@ import json
 import re
 from typing import Any
 
-from kernels.fp8 import MIN_SCALE
-from kernels.fp8_rows.triton_kernel import num_warps_for
 from kernels.gated_activation import triton_folded as gate
 from kernels.lora import triton_embedding, triton_expand, triton_segments, triton_shrink
 from kernels.lora.launch import ShrinkLaunch
 from kernels.lora.segments import COUNTS
-from kernels.rms_norm import triton_folded as norm
-from kernels.rms_norm.triton_kernel import rms_norm_kernel
-from kernels.rope import triton_folded as rope
-from kernels.rope.triton_kernel import BLOCK_HEADS
 from tests.kernels.compiling import compile_for_h200, stack_bytes
 
 FLOAT32 = ("h_ptr", "joined_ptr", "scaling_ptr", "values_ptr", "base_bias_ptr", "cos_ptr", "sin_ptr")
@@ -81,18 +75,9 @@ def compile_shrink(tokens: int, ranks: int) -> None:
 
 
 def compile_folded() -> None:
-    """In the kernels that read its rows: an 8B Llama's gate, rotation and norms."""
+    """In the kernel that reads its rows: an 8B Llama's gate."""
     constants = {"WIDTH": 14336, "IS_JOINT": False, "ACTIVATION": "silu", "BLOCK_T": 16, "BLOCK_N": 128}
     compile_kernel(gate.gate_expand_kernel, "bf16", constants | EXPANDED | PAGES, num_stages=1, is_fused=False)
-    heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": 128, "VALUE_DIM": 128, "HALF": 64, "BLOCK_HEADS": BLOCK_HEADS}
-    heads |= {"BLOCK_HALF": 64, "BLOCK_REST": 1, "BLOCK_DV": 128, "QUERY_TILES": 8, "IS_JOINT": False}
-    heads |= {"HAS_NORM": False, "HAS_POSITIONS": False, "HAS_CACHE": True, "BLOCK_T": 16, "BLOCK_N": 512}
-    compile_kernel(rope.rope_expand_kernel, "bf16", heads | EXPANDED | PAGES, num_stages=1, is_fused=False)
-    rows = {"HIDDEN": 4096, "BLOCK_H": 4096, "BLOCK_T": 16, "BLOCK_N": 1024} | EXPANDED | PAGES
-    warps = num_warps_for(4096)
-    compile_kernel(norm.norm_expand_kernel, "bf16", rows, num_stages=1, is_fused=False, num_warps=warps)
-    alone = {"HIDDEN": 4096, "BLOCK_H": 4096, "HAS_RESIDUAL": True, "HAS_CODES": False, "MIN_SCALE": MIN_SCALE}
-    compile_kernel(rms_norm_kernel, "bf16", alone, num_stages=1, is_fused=False, num_warps=warps)
 
 
 def main() -> None:
