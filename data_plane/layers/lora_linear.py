@@ -14,7 +14,7 @@ from torch import nn
 from data_plane.layers.context import StepContext
 from data_plane.layers.fp8.activations import Fp8Activations
 from data_plane.layers.fp8.weight import Fp8Weight
-from data_plane.layers.packed_weight import PackedWeight, pack, share
+from data_plane.layers.packed_weight import PackedWeight, pack, share, unpacked_linear
 from data_plane.plan import TargetKind, TargetModule
 from kernels.fp8 import Fp8Rows
 from kernels.lora.expansion import Expansion
@@ -78,7 +78,7 @@ class LoraLinear(nn.Linear):
         if lora is not None and self.target_names:
             shrunk = lora.shrink(self.target_names, x)  # on a GPU beside the product
         if self.packed is None:
-            output = nn.functional.linear(input, self.weight, self.bias)
+            output = unpacked_linear(input, self.weight, self.bias)
         else:
             output = self.packed.linear(input, self.bias)
         if lora is None or not self.target_names:

@@ -1,4 +1,4 @@
-"""Weights of linears in layouts that a CPU multiplies faster than the checkpoint's.
+"""Weights of linears in layouts that a CPU multiplies faster than the checkpoint's, and products with plain ones.
 
 A packed weight replaces the plain one, so that no memory is added.
 """
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.linear import from_panels, linear, plain_linear, to_panels
+from kernels.linear import from_panels, linear, plain_linear, row_linear, serves_row, to_panels
 from kernels.linear.choice import Form, fastest_form, fastest_unpacked_form
 from kernels.linear.onednn import onednn_linear, to_onednn
 
@@ -68,6 +68,13 @@ class OneDnnWeight:
 
     def unpack(self) -> torch.Tensor:
         return self.packed.to_dense()
+
+
+def unpacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """torch.nn.functional.linear; of one row on a GPU by a kernel that reads the weight faster. x [..., in]."""
+    if not serves_row(x, weight):
+        return torch.nn.functional.linear(x, weight, bias)
+    return row_linear(x.reshape(1, -1), weight, bias).view(*x.shape[:-1], len(weight))
 
 
 def pack(weight: torch.Tensor) -> PackedWeight | None:

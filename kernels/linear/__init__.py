@@ -1,16 +1,18 @@
-"""Products of rows with a linear's weight in native code for the CPU.
+"""Products of rows with a linear's weight: in native code for the CPU, and of one row on a GPU.
 
-`linear` takes a weight in panels, which `to_panels` makes; `plain_linear` one as checkpoints have it.
+`linear` takes a weight in panels, which `to_panels` makes; `plain_linear` one as checkpoints have it, and so does
+`row_linear`, which multiplies one row on a GPU.
 """
 
 from __future__ import annotations
 
 import torch
 
+from kernels.devices import check_devices, runs_triton
 from kernels.linear import native
 from kernels.linear.panels import from_panels, to_panels
 
-__all__ = ["from_panels", "linear", "plain_linear", "to_panels"]
+__all__ = ["from_panels", "linear", "plain_linear", "row_linear", "serves_row", "to_panels"]
 
 
 def linear(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
@@ -41,3 +43,36 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if bias is not None and (bias.shape != (len(weight),) or bias.dtype != x.dtype):
         raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}, want {x.dtype} [{len(weight)}]")
     return native.plain_linear(x, weight, bias)
+
+
+def serves_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `row_linear` multiplies these by its kernel: one row [..., in] on a GPU, and a weight with dense rows."""
+    is_row = x.shape[:-1].numel() == 1 and x.stride(-1) == 1
+    return is_row and weight.stride(1) == 1 and weight.dtype == x.dtype and runs_triton(x)
+
+
+def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[1, out] = x [1, in] @ weight [out, in].T + bias [out] in x's dtype; by torch where `serves_row` is False.
+
+    The weight's rows may lie apart, but the values of a row follow one another. Sums are float32 and rounded once.
+    """
+    if x.dim() != 2 or len(x) != 1 or weight.dim() != 2 or weight.shape[1] != x.shape[1] or x.shape[1] == 0:
+        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [1, in] and [out, in]")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"weight is {weight.dtype}, want {x.dtype} as x is")
+    if weight.stride(1) != 1 or x.stride(1) != 1:
+        raise ValueError(
+            f"the values of a row must follow one another, x has strides {x.stride()} and weight {weight.stride()}; "
+            "make them contiguous"
+        )
+    if bias is not None and (bias.shape != (len(weight),) or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ValueError(
+            f"bias is {bias.dtype} {tuple(bias.shape)} with strides {bias.stride()}, want {x.dtype} [{len(weight)}], "
+            "contiguous"
+        )
+    check_devices(x=x, weight=weight, bias=bias)
+    if not runs_triton(x):
+        return torch.nn.functional.linear(x, weight, bias)
+    from kernels.linear import triton_row
+
+    return triton_row.row_linear(x, weight, bias)

@@ -28,6 +28,19 @@ CASES = (
     Case("several blocks of rows", 400, 48, 200),
 )
 
+# Of one row: an input narrower than a tile, tiles without and with a rest, inputs past the narrow ones.
+ROW_CASES = (
+    Case("one token", 1, 64, 96),
+    Case("no output", 1, 8, 0),
+    Case("one output", 1, 16, 1, has_bias=True),
+    Case("one input", 1, 1, 33),
+    Case("odd sizes", 1, 37, 45, has_bias=True),
+    Case("two tiles", 1, 4096, 6, has_bias=True),
+    Case("two tiles and a rest", 1, 5003, 5),
+    Case("wide", 1, 9 * 1024, 4),
+    Case("wide, odd sizes", 1, 9001, 7, has_bias=True),
+)
+
 
 def make(case: Case, dtype: torch.dtype, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x [T, in], weight [out, in] and bias [out] or None; outputs are of order 1."""

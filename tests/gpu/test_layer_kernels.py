@@ -1,5 +1,5 @@
-"""Norm, gate, rotation and cache write on the GPU: at the sizes of models, the same bits in every batch, over large
-strides. The small cases of every op are in test_kernels."""
+"""Norm, gate, rotation, cache write and products of one row on the GPU: at the sizes of models, the same bits in
+every batch, over large strides. The small cases of every op are in test_kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 from kernels.cases import to_device
 from kernels.gated_activation import cases as gate_cases
 from kernels.gated_activation import gated_activation
+from kernels.linear import cases as linear_cases
+from kernels.linear import reference as linear_reference
+from kernels.linear import row_linear, serves_row
 from kernels.rms_norm import cases as norm_cases
 from kernels.rms_norm import rms_norm
 from kernels.rope import apply_rope_and_store_kv
@@ -44,6 +47,26 @@ def test_norms_of_a_models_rows(hidden: int, dtype: torch.dtype) -> None:
 def test_gates_of_a_models_rows(width: int, dtype: torch.dtype) -> None:
     x = gate_cases.make(gate_cases.Case("model", 65, width), dtype)
     assert_close(gated_activation(to_device(x, CUDA), "silu").cpu(), gated_activation(x, "silu"), magnitude=4.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_in", "num_out", "has_bias"),
+    [(4096, 6144, True), (4096, 4096, False), (4096, 28672, False), (14336, 4096, False), (4096, 128_256, False)],
+)
+def test_a_models_products_of_one_row(num_in: int, num_out: int, dtype: torch.dtype, *, has_bias: bool) -> None:
+    """Captured once, and replayed for another row in the same tensor."""
+    x, weight, bias = linear_cases.make(linear_cases.Case("model", 1, num_in, num_out, has_bias=has_bias), dtype)
+    there = [to_device(tensor, CUDA) for tensor in (x, weight, bias)]
+    assert serves_row(there[0], there[1])
+    assert_close(row_linear(*there).cpu(), linear_reference.linear(x, weight, bias), magnitude=4.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = row_linear(*there)
+    other = x.flip(1)
+    there[0].copy_(other)
+    graph.replay()
+    assert_close(actual.cpu(), linear_reference.linear(other, weight, bias), magnitude=4.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""Compiles the kernels of norm, gate, rotation and FP8 rows for an H200, which needs no GPU.
+"""Compiles the kernels of norm, gate, rotation, FP8 rows and products of one row for an H200, which needs no GPU.
 
 Prints a line of JSON for each.
 
@@ -17,6 +17,7 @@ import triton.language as tl
 from kernels.fp8 import MIN_SCALE
 from kernels.fp8_rows.triton_kernel import num_warps_for, quantize_rows_kernel
 from kernels.gated_activation.triton_kernel import BLOCK, gated_activation_fp8_kernel, gated_activation_kernel
+from kernels.linear.triton_row import NARROW_TILE, NUM_WARPS, WIDE_TILE, row_linear_kernel
 from kernels.rms_norm.triton_kernel import rms_norm_kernel
 from kernels.rope.triton_kernel import BLOCK_HEADS, rope_kernel
 from kernels.row_state.triton_kernel import BLOCK as ROWS
@@ -98,7 +99,14 @@ def compile_row_state() -> None:
     compile_kernel(store_tokens_kernel, {"BLOCK": ROWS}, longs | ints, 4)
 
 
+def compile_row_linear(num_in: int, tile: tuple[int, int], *, has_bias: bool) -> None:
+    constants = {"NUM_IN": num_in, "BLOCK_OUT": tile[0], "BLOCK_IN": tile[1], "HAS_BIAS": has_bias}
+    compile_kernel(row_linear_kernel, constants, {}, NUM_WARPS)
+
+
 if __name__ == "__main__":
+    compile_row_linear(4096, NARROW_TILE, has_bias=True)
+    compile_row_linear(14336, WIDE_TILE, has_bias=False)
     compile_token_rows()
     compile_row_state()
     compile_rope(128, 128, has_norm=False, has_positions=True)

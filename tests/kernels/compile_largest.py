@@ -24,6 +24,7 @@ from triton.runtime.jit import KernelInterface, create_function_from_signature
 from kernels.fp8 import KVScale
 from kernels.fp8_rows import quantize_rows
 from kernels.gated_activation import gated_activation, gated_activation_fp8
+from kernels.linear import row_linear
 from kernels.lora import adapter_segments, lora_embed, lora_expand, lora_shrink
 from kernels.lora.cases import Case as LoraCase
 from kernels.lora.cases import make_group
@@ -90,6 +91,9 @@ def run_all(dtype: torch.dtype) -> None:
     quantize_rows(x)
     gated_activation(x, "silu")
     gated_activation_fp8(x, "gelu")
+    for num_in in (8192, 1 << 15):
+        weight = torch.empty(8, num_in, dtype=dtype)
+        row_linear(weight[:1], weight, weight[:, 0].contiguous())
     logits = torch.empty(4, 256_000, dtype=dtype)
     for rows in (None, rows_of(4, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01)):
         triton_kernel.sample_and_check(logits, rows, make_adjustments(4, 256_000))

@@ -21,6 +21,7 @@ KERNELS = {
     "rope_kernel",
     "rms_norm_kernel",
     "quantize_rows_kernel",
+    "row_linear_kernel",
     "gated_activation_kernel",
     "gated_activation_fp8_kernel",
     "decode_kernel",

@@ -1,5 +1,7 @@
 """What a decode step launches on a GPU, counted on the CPU: the layers take the GPU's branches, and launches of Triton
 kernels are recorded instead of run. Neither rows nor adapters add a launch.
+
+Products are counted apart from the other launches: of one row a Triton kernel computes them, of more rows torch.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
 from kernels import native
+from kernels.linear.choice import Form
 from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
@@ -76,6 +79,8 @@ def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def make_engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> TorchEngine:
     """With the layers of a GPU, and adapters of two ranks in slots 0 and 1."""
     monkeypatch.setattr(TRITON_BRANCHES[-1], lambda tensor: True)
+    for choice in ("fastest_form", "fastest_unpacked_form"):  # weights are as in the checkpoint, as on a GPU
+        monkeypatch.setattr(f"data_plane.layers.packed_weight.{choice}", lambda *_: Form.PLAIN)
     engine = build_engine(worker_config(checkpoint, native_code="off", max_rows=MANY_ROWS, **settings))
     for slot, rank in enumerate((4, 8)):
         adapter = make_adapter(tmp_path / f"adapter{slot}", checkpoint, rank=rank, seed=slot)
@@ -87,7 +92,10 @@ def make_engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def launched(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slots: Sequence[int | None], sampling: RowSampling = GREEDY
 ) -> tuple[Counter[str], int]:
-    """Launches by kernel and matrix products of a decode step of rows with these slots."""
+    """Launches by kernel, and matrix products, of a decode step of rows with these slots.
+
+    The products of one row are Triton launches, and of these no launch beside.
+    """
     from triton.runtime.jit import KernelInterface
 
     new = [
@@ -125,7 +133,8 @@ def launched(
         patched.setattr(KernelInterface, "__getitem__", launcher)
         output = engine.execute(make_plan(2))
     assert output.token_ids.tolist() == [1] * len(slots)
-    return recorded, products.count
+    assert (recorded["row_linear_kernel"], products.count).count(0) == 1, "all of them by one or the other"
+    return recorded, products.count + recorded.pop("row_linear_kernel", 0)
 
 
 def step_of(*layer: dict[str, int], own: dict[str, int] | None = None) -> Counter[str]:

@@ -23,6 +23,7 @@ OPS = {
     "gated_activation",
     "fp8_linear",
     "fp8_rows",
+    "row_linear",
     "copy_blocks",
     "swap_blocks",
     "paged_attention",

@@ -29,6 +29,7 @@ TRITON_BRANCHES = [
         "kernels.paged_attention",
         "kernels.gated_activation",
         "kernels.fp8_rows",
+        "kernels.linear",
         "kernels.lora.ops",
         "kernels.row_state",
         "kernels.sampling",
