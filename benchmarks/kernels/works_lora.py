@@ -4,7 +4,7 @@ modules, an embedding, and operators that expand what they read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.kernels.measure import Call
 from benchmarks.kernels.torch_peers import batched_products, grouped_products, scale
-from benchmarks.kernels.work import BLOCK_SIZE, NUM_SLOTS, Made, Model, Work, random
+from benchmarks.kernels.work import NUM_SLOTS, Made, Model, Work, random
 from kernels.cases import to_device
 from kernels.gated_activation import gated_activation
 from kernels.lora import (
@@ -30,13 +30,9 @@ from kernels.lora import (
     segments_on_host,
 )
 from kernels.lora.expansion import Expansion
-from kernels.rms_norm import rms_norm
-from kernels.rope import apply_rope_and_store_kv
 
 # Columns of a page of an 8B Llama.
 PAGE = 1024
-# Operators that expand what they read.
-READERS = ("expand_and_gate", "expand_and_norm", "expand_and_rotate")
 VOCAB = 2048  # of the embedding; a gather costs the same from a larger one
 
 
@@ -53,8 +49,7 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
     yield mixed_work(model.hidden, (16,) * 36, device, dtype)
     yield group_work(model, *half, device, dtype)
     for num_adapters in (8, 64) if is_gpu else (16,):
-        for op in READERS:
-            yield read_work(op, model, num_adapters, 16, 64 if is_gpu else 32, device, dtype)
+        yield gate_work(model, num_adapters, 16, 64 if is_gpu else 32, device, dtype)
     yield embedding_work(model, *((64, 64, 64) if is_gpu else (16, 32, 32)), device, dtype)
 
 
@@ -207,13 +202,9 @@ def group_work(
     return Work("add_lora_group", name, values * dtype.itemsize, flops, make)
 
 
-def read_work(
-    op: str, model: Model, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype
-) -> Work:
-    """An operator that expands what it reads, beside the expand and then the operator: the same bits."""
-    keys = model.num_kv_heads * model.dim
-    by_op = dict(zip(READERS, ((model.intermediate,) * 2, (model.hidden,), (model.hidden, keys, keys)), strict=True))
-    widths = by_op[op]
+def gate_work(model: Model, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """The gate that expands what it reads, beside the expand and then the gate: the same bits."""
+    widths = (model.intermediate,) * 2
     slots = _sorted_slots(num_adapters, count)
     case = cases.Case("bench", slots, (rank,) * num_adapters, model.hidden, sum(widths), PAGE)
 
@@ -222,37 +213,19 @@ def read_work(
         group, segments = _resident(inputs.group, device), _segments(inputs.token_slots.to(device), num_adapters)
         y = random(count, sum(widths), device=device, dtype=dtype)
         h = lora_shrink(inputs.x.to(device), group, segments, max_rank=rank)
-        expansion, read = Expansion(y, h, group, segments), _reader(op, model, y)
+        expansion = Expansion(y, h, group, segments)
 
         def two_launches() -> None:
             expansion.add()
-            read(None)
+            gated_activation(y, "silu")
 
-        return Made(lambda: read(expansion), {"y": y, "h": h}, {"two launches": two_launches}, (y,))
+        return Made(
+            lambda: gated_activation(y, "silu", expansion), {"y": y, "h": h}, {"two launches": two_launches}, (y,)
+        )
 
     values = num_adapters * rank * sum(widths) + 2 * count * sum(widths)
     name = f"{num_adapters} of rank {rank}, {count} tokens"
-    return Work(op, name, values * dtype.itemsize, 2 * count * rank * sum(widths), make)
-
-
-def _reader(op: str, model: Model, y: torch.Tensor) -> Callable[[Expansion | None], Any]:
-    """What reads y."""
-    count = len(y)
-    if op == "expand_and_gate":
-        return lambda expansion: gated_activation(y, "silu", expansion)
-    if op == "expand_and_norm":
-        residual, weight = torch.zeros_like(y), torch.ones_like(y[0])
-        return lambda expansion: rms_norm(y, weight, 1e-5, residual=residual, expansion=expansion)
-    keys = model.num_kv_heads * model.dim
-    query, key, value = (part.view(count, -1, model.dim) for part in torch.split(y, [model.hidden, keys, keys], dim=1))
-    angles = torch.rand(count, model.dim // 2, device=y.device)
-    shape = (2 * count // BLOCK_SIZE, BLOCK_SIZE, model.num_kv_heads, model.dim)
-    key_cache, value_cache = (y.new_zeros(shape) for _ in range(2))
-    positions = torch.randperm(2 * count, device=y.device)[:count]
-    tables = (angles.cos(), angles.sin())
-    return lambda expansion: apply_rope_and_store_kv(
-        query, key, value, None, *tables, key_cache, value_cache, positions, expansion=expansion
-    )
+    return Work("expand_and_gate", name, values * dtype.itemsize, 2 * count * rank * sum(widths), make)
 
 
 def embedding_work(

@@ -35,8 +35,6 @@ OPS = {
     "lora_shrink",
     "lora_expand",
     "expand_and_gate",
-    "expand_and_norm",
-    "expand_and_rotate",
     "sample",
     "token_logprobs",
 }
