@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from motet import __version__
 
@@ -18,6 +18,13 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 
 
 class Parser(argparse.ArgumentParser):
     """Says on one line what is wrong. The usage, which can fill a screen, is what --help is for."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's. What a command does not know it refuses itself, so that the line names its own --help."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """End the process: argparse cannot read the command line."""

@@ -34,7 +34,10 @@ def test_reason_comes_on_one_line_without_the_usage(capsys: pytest.CaptureFixtur
 def test_parsers_of_commands_refuse_alike(capsys: pytest.CaptureFixture[str]) -> None:
     parser = Parser(prog="motet")
     parser.add_subparsers(required=True, metavar="COMMAND").add_parser("status")
-    assert refusal(parser, ["status", "--x"], capsys) == "motet: unrecognized arguments: --x; see motet --help\n"
+    assert (
+        refusal(parser, ["status", "--x"], capsys)
+        == "motet status: unrecognized arguments: --x; see motet status --help\n"
+    )
 
 
 @pytest.mark.parametrize(
