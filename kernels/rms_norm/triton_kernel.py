@@ -15,38 +15,6 @@ from kernels.fp8_rows.triton_kernel import empty_rows, num_warps_for, store_row
 
 
 @triton.jit
-def norm_row(
-    token,  # int64
-    y_ptr,
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    eps,
-    weight_offset,
-    stride_xt,
-    stride_rt,
-    HIDDEN: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):
-    """The norm of one row, as it is written. The order of its sum follows BLOCK_H and the program's warps."""
-    offs = tl.arange(0, BLOCK_H)
-    is_inside = offs < HIDDEN
-    x = tl.load(x_ptr + token * stride_xt + offs, mask=is_inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        residual_ptrs = residual_ptr + token * stride_rt + offs
-        x += tl.load(residual_ptrs, mask=is_inside, other=0.0).to(tl.float32)
-        rounded = x.to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptrs, rounded, mask=is_inside)
-        x = rounded.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
-    weight = tl.load(weight_ptr + offs, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
-    y = (x * scale * weight).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + token * HIDDEN + offs, y, mask=is_inside)
-    return y
-
-
-@triton.jit
 def rms_norm_kernel(
     # pointers
     y_ptr,  # [T, H], contiguous
@@ -70,12 +38,21 @@ def rms_norm_kernel(
 ):
     """See the reference. Grid: (T,). Sums are float32. Codes are of the norm as it is rounded."""
     token = tl.program_id(0).to(tl.int64)
-    y = norm_row(
-        token, y_ptr, x_ptr, residual_ptr, weight_ptr, eps, weight_offset, stride_xt, stride_rt,
-        HIDDEN, BLOCK_H, HAS_RESIDUAL,
-    )  # fmt: skip
+    offs = tl.arange(0, BLOCK_H)
+    is_inside = offs < HIDDEN
+    x = tl.load(x_ptr + token * stride_xt + offs, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + token * stride_rt + offs
+        x += tl.load(residual_ptrs, mask=is_inside, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptrs, rounded, mask=is_inside)
+        x = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+    weight = tl.load(weight_ptr + offs, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
+    y = (x * scale * weight).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + token * HIDDEN + offs, y, mask=is_inside)
     if HAS_CODES:
-        store_row(y.to(tl.float32), codes_ptr, scales_ptr, token, tl.arange(0, BLOCK_H), HIDDEN, MIN_SCALE)
+        store_row(y.to(tl.float32), codes_ptr, scales_ptr, token, offs, HIDDEN, MIN_SCALE)
 
 
 def rms_norm(

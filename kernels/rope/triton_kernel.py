@@ -5,8 +5,6 @@ Multiply and add are never fused: each is rounded by itself, as in the definitio
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -72,85 +70,6 @@ def _turn_heads(
 
 
 @triton.jit
-def turn_tile(
-    token,  # int64
-    tile,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    query_weight_ptr,
-    key_weight_ptr,
-    positions_ptr,
-    cos_ptr,
-    sin_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    kv_positions_ptr,
-    eps,
-    weight_offset,
-    stride_qt,
-    stride_qh,
-    stride_kt,
-    stride_kh,
-    stride_vt,
-    stride_vh,
-    stride_cos,
-    stride_sin,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    QUERY_TILES: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    HAS_CACHE: tl.constexpr,
-):
-    """BLOCK_HEADS heads of one token; the first QUERY_TILES tiles are those of the query, the others of the key."""
-    row = tl.load(positions_ptr + token) if HAS_POSITIONS else token
-    offs = tl.arange(0, BLOCK_HALF)[None, :]
-    cos = tl.load(cos_ptr + row * stride_cos + offs, mask=offs < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + row * stride_sin + offs, mask=offs < HALF, other=0.0).to(tl.float32)
-    heads = tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
-    if tile < QUERY_TILES:
-        heads += tile * BLOCK_HEADS
-        is_head = heads < NUM_HEADS
-        x_ptr = query_ptr + token * stride_qt
-        _turn_heads(
-            x_ptr, query_weight_ptr, heads, is_head, cos, sin, eps, weight_offset, stride_qh,
-            DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_NORM,
-        )  # fmt: skip
-    else:
-        heads += (tile - QUERY_TILES) * BLOCK_HEADS
-        is_head = heads < NUM_KV_HEADS
-        x_ptr = key_ptr + token * stride_kt
-        turned_a, turned_b, rest = _turn_heads(
-            x_ptr, key_weight_ptr, heads, is_head, cos, sin, eps, weight_offset, stride_kh,
-            DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_NORM,
-        )  # fmt: skip
-        if HAS_CACHE:
-            kv_position = tl.load(kv_positions_ptr + token)
-            if kv_position >= 0:
-                is_half = is_head & (offs < HALF)
-                place = key_cache_ptr + (kv_position * NUM_KV_HEADS + heads) * DIM
-                tl.store(place + offs, turned_a.to(key_cache_ptr.dtype.element_ty), mask=is_half)
-                tl.store(place + HALF + offs, turned_b.to(key_cache_ptr.dtype.element_ty), mask=is_half)
-                if 2 * HALF < DIM:
-                    offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-                    is_rest = is_head & (offs_rest < DIM)
-                    tl.store(place + offs_rest, rest.to(key_cache_ptr.dtype.element_ty), mask=is_rest)
-                offs_dv = tl.arange(0, BLOCK_DV)[None, :]
-                is_value = is_head & (offs_dv < VALUE_DIM)
-                values = tl.load(value_ptr + token * stride_vt + heads * stride_vh + offs_dv, mask=is_value)
-                place = value_cache_ptr + (kv_position * NUM_KV_HEADS + heads) * VALUE_DIM
-                tl.store(place + offs_dv, values.to(value_cache_ptr.dtype.element_ty), mask=is_value)
-
-
-@triton.jit
 def rope_kernel(
     # pointers
     query_ptr,  # [T, Hq, D]
@@ -191,17 +110,49 @@ def rope_kernel(
     HAS_POSITIONS: tl.constexpr,
     HAS_CACHE: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one token. Grid: (T, QUERY_TILES + tiles of the key's heads). Sums are float32.
+    """BLOCK_HEADS heads of one token; the first QUERY_TILES tiles are those of the query, the others of the key.
 
-    See the reference.
+    Grid: (T, QUERY_TILES + tiles of the key's heads). Sums are float32. See the reference.
     """
-    turn_tile(
-        tl.program_id(0).to(tl.int64), tl.program_id(1), query_ptr, key_ptr, value_ptr, query_weight_ptr,
-        key_weight_ptr, positions_ptr, cos_ptr, sin_ptr, key_cache_ptr, value_cache_ptr, kv_positions_ptr, eps,
-        weight_offset, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_cos, stride_sin,
-        NUM_HEADS, NUM_KV_HEADS, DIM, VALUE_DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST, BLOCK_DV, QUERY_TILES,
-        HAS_NORM, HAS_POSITIONS, HAS_CACHE,
-    )  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    row = tl.load(positions_ptr + token) if HAS_POSITIONS else token
+    offs = tl.arange(0, BLOCK_HALF)[None, :]
+    cos = tl.load(cos_ptr + row * stride_cos + offs, mask=offs < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + row * stride_sin + offs, mask=offs < HALF, other=0.0).to(tl.float32)
+    heads = tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
+    if tile < QUERY_TILES:
+        heads += tile * BLOCK_HEADS
+        is_head = heads < NUM_HEADS
+        x_ptr = query_ptr + token * stride_qt
+        _turn_heads(
+            x_ptr, query_weight_ptr, heads, is_head, cos, sin, eps, weight_offset, stride_qh,
+            DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_NORM,
+        )  # fmt: skip
+    else:
+        heads += (tile - QUERY_TILES) * BLOCK_HEADS
+        is_head = heads < NUM_KV_HEADS
+        x_ptr = key_ptr + token * stride_kt
+        turned_a, turned_b, rest = _turn_heads(
+            x_ptr, key_weight_ptr, heads, is_head, cos, sin, eps, weight_offset, stride_kh,
+            DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_NORM,
+        )  # fmt: skip
+        if HAS_CACHE:
+            kv_position = tl.load(kv_positions_ptr + token)
+            if kv_position >= 0:
+                is_half = is_head & (offs < HALF)
+                place = key_cache_ptr + (kv_position * NUM_KV_HEADS + heads) * DIM
+                tl.store(place + offs, turned_a.to(key_cache_ptr.dtype.element_ty), mask=is_half)
+                tl.store(place + HALF + offs, turned_b.to(key_cache_ptr.dtype.element_ty), mask=is_half)
+                if 2 * HALF < DIM:
+                    offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+                    is_rest = is_head & (offs_rest < DIM)
+                    tl.store(place + offs_rest, rest.to(key_cache_ptr.dtype.element_ty), mask=is_rest)
+                offs_dv = tl.arange(0, BLOCK_DV)[None, :]
+                is_value = is_head & (offs_dv < VALUE_DIM)
+                values = tl.load(value_ptr + token * stride_vt + heads * stride_vh + offs_dv, mask=is_value)
+                place = value_cache_ptr + (kv_position * NUM_KV_HEADS + heads) * VALUE_DIM
+                tl.store(place + offs_dv, values.to(value_cache_ptr.dtype.element_ty), mask=is_value)
 
 
 def apply_rope(
@@ -217,62 +168,46 @@ def apply_rope(
     num_tokens = len(query)
     if num_tokens == 0:
         return
-    arguments = rope_arguments(query, key, positions, cos, sin, norm, store)
-    rope_kernel[(num_tokens, num_tiles(query, key))](**arguments, num_warps=1, enable_fp_fusion=False)
-
-
-def num_tiles(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Programs of one token."""
-    return ceil_div(query.shape[1], BLOCK_HEADS) + ceil_div(key.shape[1], BLOCK_HEADS)
-
-
-def rope_arguments(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    norm: HeadNorm | None,
-    store: Store | None,
-) -> dict[str, Any]:
-    """What `turn_tile` takes behind the tile, by name."""
     _, num_heads, dim = query.shape
     num_kv_heads, half = key.shape[1], cos.shape[1]
+    query_tiles = ceil_div(num_heads, BLOCK_HEADS)
     # A missing tensor is passed as another pointer, which is not read.
     value, key_cache, value_cache, kv_positions = store or (key, key, key, key)
-    return {
-        "query_ptr": query,
-        "key_ptr": key,
-        "value_ptr": value,
-        "query_weight_ptr": query if norm is None else norm.query_weight,
-        "key_weight_ptr": key if norm is None else norm.key_weight,
-        "positions_ptr": key if positions is None else positions,
-        "cos_ptr": cos,
-        "sin_ptr": sin,
-        "key_cache_ptr": key_cache,
-        "value_cache_ptr": value_cache,
-        "kv_positions_ptr": kv_positions,
-        "eps": 0.0 if norm is None else norm.eps,
-        "weight_offset": 0.0 if norm is None else norm.weight_offset,
-        "stride_qt": query.stride(0),
-        "stride_qh": query.stride(1),
-        "stride_kt": key.stride(0),
-        "stride_kh": key.stride(1),
-        "stride_vt": value.stride(0),
-        "stride_vh": value.stride(1),
-        "stride_cos": cos.stride(0),
-        "stride_sin": sin.stride(0),
-        "NUM_HEADS": num_heads,
-        "NUM_KV_HEADS": num_kv_heads,
-        "DIM": dim,
-        "VALUE_DIM": value.shape[2],
-        "HALF": half,
-        "BLOCK_HEADS": BLOCK_HEADS,
-        "BLOCK_HALF": round_up(half),
-        "BLOCK_REST": round_up(max(dim - 2 * half, 1)),
-        "BLOCK_DV": round_up(value.shape[2]),
-        "QUERY_TILES": ceil_div(num_heads, BLOCK_HEADS),
-        "HAS_NORM": norm is not None,
-        "HAS_POSITIONS": positions is not None,
-        "HAS_CACHE": store is not None,
-    }
+    rope_kernel[(num_tokens, query_tiles + ceil_div(num_kv_heads, BLOCK_HEADS))](
+        query_ptr=query,
+        key_ptr=key,
+        value_ptr=value,
+        query_weight_ptr=query if norm is None else norm.query_weight,
+        key_weight_ptr=key if norm is None else norm.key_weight,
+        positions_ptr=key if positions is None else positions,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        key_cache_ptr=key_cache,
+        value_cache_ptr=value_cache,
+        kv_positions_ptr=kv_positions,
+        eps=0.0 if norm is None else norm.eps,
+        weight_offset=0.0 if norm is None else norm.weight_offset,
+        stride_qt=query.stride(0),
+        stride_qh=query.stride(1),
+        stride_kt=key.stride(0),
+        stride_kh=key.stride(1),
+        stride_vt=value.stride(0),
+        stride_vh=value.stride(1),
+        stride_cos=cos.stride(0),
+        stride_sin=sin.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        DIM=dim,
+        VALUE_DIM=value.shape[2],
+        HALF=half,
+        BLOCK_HEADS=BLOCK_HEADS,
+        BLOCK_HALF=round_up(half),
+        BLOCK_REST=round_up(max(dim - 2 * half, 1)),
+        BLOCK_DV=round_up(value.shape[2]),
+        QUERY_TILES=query_tiles,
+        HAS_NORM=norm is not None,
+        HAS_POSITIONS=positions is not None,
+        HAS_CACHE=store is not None,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
