@@ -54,11 +54,12 @@ def test_what_the_kernels_cannot_run_with_is_refused(build: Any, message: str) -
 
 
 @pytest.mark.parametrize(
-    ("width", "page", "ranks", "columns"), [(8, 1024, 16, 128), (40, 48, 64, 16), (200, 5, 64, 64)]
+    ("width", "page", "ranks", "columns", "num_warps"),
+    [(8, 1024, 16, 128, 2), (40, 48, 64, 16, 4), (200, 5, 64, 64, 4)],
 )
-def test_defaults_follow_ranks_and_pages(width: int, page: int, ranks: int, columns: int) -> None:
-    assert ShrinkLaunch.default(width, page, "float32") == ShrinkLaunch(ranks, columns, num_stages=3)
-    assert ShrinkLaunch.default(width, page, "bfloat16") == ShrinkLaunch(ranks, columns, num_stages=4)
+def test_defaults_follow_ranks_and_pages(width: int, page: int, ranks: int, columns: int, num_warps: int) -> None:
+    assert ShrinkLaunch.default(width, page, "float32") == ShrinkLaunch(ranks, columns, num_warps, num_stages=3)
+    assert ShrinkLaunch.default(width, page, "bfloat16") == ShrinkLaunch(ranks, columns, num_warps, num_stages=4)
     assert ExpandLaunch.default(page) == ExpandLaunch(columns)
 
 
