@@ -38,11 +38,6 @@ class SchedulerStats:
     # Whether requests could run and nothing is under way that they could wait for. True right after `plan` is a bug.
     is_stuck: bool
 
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of the tokens of first admissions that the prefix cache served, 0 before there are any."""
-        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
-
     def reported(self) -> dict[str, Any]:
         """By name, what a worker's status reports: everything but what only checks need."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _UNREPORTED}

@@ -142,10 +142,6 @@ def _numbers(sampling: types_pb2.SamplingParams) -> dict[str, float]:
     return {field.name: value for field, value in sampling.ListFields() if field.enum_type is None}
 
 
-def _text_from(response: model_pb2.DetokenizeResponse) -> str:
-    return response.text
-
-
 def _tokenized_from(response: model_pb2.TokenizeResponse) -> Tokenized:
     return Tokenized(
         tuple(response.token_ids),

@@ -49,10 +49,6 @@ class CheckedUses:
     task_id: int | None = None  # a LoRA task, instead of adapters
     task_digest: str = ""  # the weights that the task must have; empty: any
 
-    @property
-    def is_base_model(self) -> bool:
-        return not self.uses and self.task_id is None
-
 
 def check_uses(request: generation_pb2.GenerateRequest, violations: Violations) -> CheckedUses:
     """The adapters as plain values. Adds a violation for everything that is wrong with them."""

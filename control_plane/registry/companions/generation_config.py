@@ -1,6 +1,6 @@
 """Which fields of generation_config.json become defaults of an adapter's requests, and as what.
 
-The table below has the fields that are read. Every other field has no effect: beams, assisted generation and caches
+The fields that are read stand below. Every other field has no effect: beams, assisted generation and caches
 are matters of the server or of each request.
 """
 
@@ -15,9 +15,8 @@ from control_plane.registry.peft.safetensors_header import refuse
 
 # Fields of transformers' GenerationConfig that are parameters of SamplingParams, by the same name.
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# do_sample: false means greedy decoding, and the fields above but repetition_penalty have no effect then.
+# Read too: do_sample; false means greedy decoding, and the fields above but repetition_penalty have no effect then.
 # max_new_tokens: max_tokens. eos_token_id: ids that end a completion, in place of the base model's.
-OTHER_FIELDS = ("do_sample", "max_new_tokens", "eos_token_id")
 MAX_EOS_IDS = 256
 _PARAMETERS = {parameter.name: parameter for parameter in PARAMETERS}
 

@@ -36,7 +36,6 @@ class ModulePlan:
     out_features: int
     layer: int | None  # the decoder layer that holds it; None: outside of them
     kind: ModuleKind
-    base_weight: TensorEntry | None  # PEFT saves the base's own weight beside adapters on embedding and lm_head
     base_bias: TensorEntry | None  # the base's own bias, trained or not
     num_tokens: int | None = None  # of the vocabulary that the tensors are for; None: the base model's
 
@@ -240,7 +239,6 @@ def _plan_module(
         out_features=module.out_features,
         layer=None if targets.is_embedding_module(name) else layer_of(name),
         kind=module.kind,
-        base_weight=parts.get(BASE_WEIGHT),
         base_bias=parts.get(BASE_BIAS),
         num_tokens=num_tokens,
     )

@@ -100,6 +100,5 @@ def _bias_only(name: str, entry: TensorEntry, targets: TargetModules) -> ModuleP
         out_features=module.out_features,
         layer=None if targets.is_embedding_module(name) else layer_of(name),
         kind=module.kind,
-        base_weight=None,
         base_bias=entry,
     )

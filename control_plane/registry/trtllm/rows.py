@@ -276,7 +276,6 @@ class _Reader:
             out_features=num_outputs,
             layer=layer_of(name),
             kind=module.kind,
-            base_weight=None,
             base_bias=None,
         )
 
