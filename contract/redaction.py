@@ -7,6 +7,7 @@ errors of other packages that repeat a URL, a header or a token.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 HIDDEN = "***"
@@ -86,6 +87,11 @@ def redacted_url(url: str) -> str:
 def is_secret_name(name: str) -> bool:
     """Whether an option or a variable of the environment is, by its name, a secret."""
     return _IS_SECRET_NAME.fullmatch(name) is not None
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an environment that are no secret by their name, and no URL with a password."""
+    return {name: value for name, value in environ.items() if not (is_secret_name(name) or has_password(value))}
 
 
 def split_url(url: str) -> SplitResult:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from contract.redaction import is_secret_name
+from contract.redaction import without_secrets
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,7 +31,7 @@ def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, s
 
 def environment_without_secrets(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a child that needs no secret: without this server's settings and without credentials."""
-    return {name: value for name, value in environ.items() if not (name.startswith("MOTET_") or is_secret_name(name))}
+    return {name: value for name, value in without_secrets(environ).items() if not name.startswith("MOTET_")}
 
 
 class ChildProcess:

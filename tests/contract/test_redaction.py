@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contract.redaction import has_password, redacted, redacted_url, split_url, without_password
+from contract.redaction import has_password, redacted, redacted_url, split_url, without_password, without_secrets
 
 KEY = "motet_k1_" + "aB3" * 14 + "x"
 HUB_TOKEN = "hf_" + "aB3" * 11 + "x"
@@ -114,3 +114,9 @@ def test_a_url_that_cannot_be_read_is_not_repeated(url: str) -> None:
 def test_the_password_of_a_url_is_found_and_taken_out(url: str, is_there: bool, rest: str) -> None:
     assert has_password(url) is is_there
     assert without_password(url) == rest and not has_password(rest)
+
+
+def test_an_environment_without_secrets() -> None:
+    kept = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "HTTPS_PROXY": "http://proxy:3128", "NOTE": "a@b://"}
+    secrets = {"HF_TOKEN": "x", "HTTPS_PROXY_2": "http://me:pw@proxy:3128", "CACHE": "redis://h/0?password=pw"}
+    assert without_secrets({**kept, **secrets}) == kept

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from contract.json_log import JsonFormatter
 from contract.ready_lines import CONTROL_PLANE_READY, GATEWAY_READY, WORKER_READY
+from contract.redaction import without_secrets
 from motet.command_line import WRONG_COMMAND_LINE
 
 _PR_SET_PDEATHSIG = 1
@@ -234,11 +235,13 @@ class Supervisor:
             delay_s = min(delay_s * 2, MAX_RESTART_S)
 
     async def _start(self, name: str, command: Sequence[str], pattern: re.Pattern[str]) -> _Child:
+        # A gateway hands on its clients' keys. It needs none itself, and it is what strangers talk to.
+        environment = without_secrets(self._environment) if name == _GATEWAY else self._environment
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            env=self._environment,
+            env=environment,
             limit=_MAX_LINE_BYTES,
             start_new_session=True,  # Ctrl-C reaches this process only, which stops the children in order
             preexec_fn=_die_with_parent(os.getpid()),
