@@ -10,6 +10,7 @@ import contextlib
 import errno
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from control_plane.checks import (
     check_display_name,
     check_labels,
     check_request_id,
+    quoted,
     refuse,
 )
 from control_plane.directory_lock import PRIVATE
@@ -58,7 +60,8 @@ WRITE_BYTES = 256 * 2**10
 class UploadReceiver:
     """Bounds the uploads of one server.
 
-    `clock` measures how long the server waits for clients. `free_bytes` returns what is free on a directory's disk.
+    `clock` measures how long the server waits for clients, `kept_clock` how long the files of broken uploads stay, in
+    seconds. `free_bytes` returns what is free on a directory's disk.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class UploadReceiver:
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         drop_s: float = DROP_S,
         clock: AwakeClock | None = None,
+        kept_clock: Callable[[], float] = time.monotonic,
         free_bytes: Callable[[Path], int] = free_bytes_of,
     ) -> None:
         self._directory = directory
@@ -79,7 +83,8 @@ class UploadReceiver:
         self._idle_timeout_s = idle_timeout_s
         self._drop_s = drop_s
         self._clock = clock or AwakeClock()
-        self.spools = Spools(directory, clock=self._clock, max_tenant_bytes=max_adapter_bytes)
+        # An AwakeClock stands still while nobody reads it, as between two uploads.
+        self.spools = Spools(directory, clock=kept_clock, max_tenant_bytes=max_adapter_bytes)
 
     def received_bytes(self, upload_id: str) -> list[int]:
         """What came of each file of the current caller's upload. Raises UploadNotFound."""
@@ -192,7 +197,9 @@ class PacedMessages:
         self._waiting: asyncio.Task[Any] | None = None  # for the next message
 
     def interrupt(self) -> None:
-        """Let the call that waits for a message, or will, end."""
+        """Let the call that waits for a message, or will, end. Idempotent."""
+        if self._is_interrupted:  # a second cancellation of the task would be taken for that of its call
+            return
         self._is_interrupted = True
         if self._waiting is not None:
             self._waiting.cancel()
@@ -357,10 +364,8 @@ def check_listed_files(
     names = [file.name for file in files if file.name != SIGNATURE_FILE]
     for index, file in enumerate(files[: len(ALL_NAMES) + 2]):
         if file.name not in (*ALL_NAMES, SIGNATURE_FILE):
-            expected = " and ".join(PEFT.required)
-            violations.add(
-                f"header.files[{index}].name", f"is not a file of an adapter; send {expected}, and {SIGNATURE_FILE}"
-            )
+            expected = ", ".join((*ALL_NAMES, SIGNATURE_FILE))
+            violations.add(f"header.files[{index}].name", f"is {quoted(file.name)}; files of an adapter are {expected}")
         if file.name == SIGNATURE_FILE and file.size_bytes > MAX_SIGNATURE_BYTES:
             violations.add(
                 f"header.files[{index}].size_bytes",

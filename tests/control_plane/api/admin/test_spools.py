@@ -13,6 +13,7 @@ from motet.v1 import adapters_pb2
 from control_plane.access.principal import Principal, Role
 from control_plane.api.admin import spools
 from control_plane.api.admin.upload import UploadReceiver
+from control_plane.awake import AwakeClock
 from control_plane.caller import Caller, acting_as
 from control_plane.errors import DigestMismatch, InvalidRequest, UploadNotFound, UploadTakenOver
 from control_plane.registry.peft.ingest import FILE_NAMES
@@ -122,6 +123,17 @@ async def test_broken_upload_is_gone_after_its_time(tmp_path: Path) -> None:
     assert num_spools(tmp_path) == 0
 
 
+async def test_broken_upload_is_gone_after_its_time_also_if_no_other_upload_runs(tmp_path: Path) -> None:
+    """The clock that judges clients stands still while nothing reads it."""
+    source = Clock()
+    receiver = receiver_of(tmp_path, AwakeClock(source), kept_clock=source)
+    await broken(receiver, "u")
+    source.now_s += spools.KEPT_S
+    with pytest.raises(UploadNotFound):
+        receiver.received_bytes("u")
+    assert num_spools(tmp_path) == 0
+
+
 async def test_upload_without_an_id_leaves_nothing(tmp_path: Path) -> None:
     receiver = receiver_of(tmp_path, Clock())
     await broken(receiver, "")
@@ -219,6 +231,37 @@ async def test_second_call_takes_over_from_one_that_still_receives(tmp_path: Pat
         await upload.receive()
         upload.end()
     assert num_spools(tmp_path) == 0
+
+
+async def test_of_calls_that_take_over_at_once_every_one_ends(tmp_path: Path) -> None:
+    """One of them goes on; the others are told so. None is left without an end."""
+    receiver = receiver_of(tmp_path, Clock())
+    first_waits = asyncio.Event()
+
+    async def messages(waits: asyncio.Event) -> AsyncIterator[adapters_pb2.UploadAdapterRequest]:
+        yield named("u")
+        waits.set()
+        await asyncio.Event().wait()
+
+    async def call(waits: asyncio.Event) -> None:
+        async with receiver.open(messages(waits), PEER) as upload:
+            await upload.receive()
+
+    first = asyncio.create_task(call(first_waits))
+    await first_waits.wait()
+    others = [asyncio.create_task(call(asyncio.Event())) for _ in range(3)]
+    tasks = {first, *others}
+    for _ in others:  # one call goes on
+        done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            with pytest.raises(UploadTakenOver):
+                await task
+        if len(tasks) == 1:
+            break
+    (last,) = tasks
+    last.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await last
 
 
 async def test_cancelled_call_keeps_every_byte_that_came(tmp_path: Path) -> None:

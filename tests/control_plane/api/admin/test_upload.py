@@ -60,6 +60,7 @@ async def upload_of(
 
 
 def receiver_of(directory: Path, clock: AwakeClock, **settings: Any) -> UploadReceiver:
+    settings = {"kept_clock": clock, **settings}
     return UploadReceiver(directory / "uploads", max_adapter_bytes=1 << 30, clock=clock, **settings)
 
 
