@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from motet.errors import MotetError, error_from_status, invalid_field
 from motet.types import Adapter, AdapterVersion, AdapterVisibility, ServerStatus, VersionRollout
-from motet.v1 import adapters_pb2, generation_pb2, status_pb2, types_pb2, verify_pb2
+from motet.v1 import adapters_pb2, generation_pb2, status_pb2, verify_pb2
 from motet.wire import adapter_from, rollout_message, status_from, version_from, visibility_message
 
 T = TypeVar("T")
@@ -234,12 +234,12 @@ def delete_version(name: str, digest: str, etag: str) -> UnaryCall[operations_pb
 def verify_version(
     name: str, digest: str, prompts: Sequence[Sequence[int]], *, activate: bool
 ) -> UnaryCall[operations_pb2.Operation]:
-    request = verify_pb2.VerifyVersionRequest(
-        name=resource_name(name),
-        digest=digest,
-        prompts=[types_pb2.TokenIds(ids=prompt) for prompt in prompts],
-        activate=activate,
-    )
+    request = verify_pb2.VerifyVersionRequest(name=resource_name(name), digest=digest, activate=activate)
+    for index, prompt in enumerate(prompts):
+        try:
+            request.prompts.add(ids=prompt)
+        except (TypeError, ValueError) as error:
+            raise invalid_field(f"prompts[{index}]", f"is not a list of token ids: {error}") from error
     return _operation_call("/motet.v1.VerificationService/VerifyVersion", request, is_repeatable=False)
 
 

@@ -18,7 +18,7 @@ from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
 from control_plane.checks import Violations
-from control_plane.errors import MotetError
+from control_plane.errors import MotetError, NotFinite
 from control_plane.fleet.fleet import Fleet
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.records import AdapterRecord, AdapterVersion, Registered
@@ -154,7 +154,7 @@ class Verifier:
             rounding=largest_difference(reference.merged_rounded, merged),
         )
         return Verification(
-            is_passed=error <= tolerance,
+            is_passed=error <= tolerance < NOT_FINITE,
             tolerance=tolerance,
             largest_error=error,
             largest_effect=largest_difference(merged, base),
@@ -165,7 +165,10 @@ class Verifier:
         )
 
     async def _served(self, prompt: Prompt, ref: AdapterRef | None) -> list[float]:
-        """Log-probabilities of the prompt's tokens from the second on, as any request gets them."""
+        """Log-probabilities of the prompt's tokens from the second on, as any request gets them.
+
+        They are NaN where requests with the version end because its logits are not finite.
+        """
         caller, now_s = current_caller(), self._clock()
         request = Request(
             request_id=self._fleet.next_request_id(),
@@ -183,14 +186,19 @@ class Verifier:
         )
         found: list[float] = []
         job = self._fleet.submit(request)
+        num_expected = len(prompt.token_ids) - 1
         try:
             async for event in job:
                 found += [entry.logprob for entry in event.prompt_logprobs or ()]
                 if event.finish_reason is not None:
                     break
+        except NotFinite:
+            if ref is None:  # the base model has no verdict
+                raise
+            return [math.nan] * num_expected
         finally:
             job.cancel()
-        if len(found) != len(prompt.token_ids) - 1:
+        if len(found) != num_expected:
             raise MotetError(f"{len(found)} log-probabilities came for a prompt of {len(prompt.token_ids)} tokens")
         return found
 
@@ -207,7 +215,11 @@ def tolerance_of(dtype: str, base_error: float, *, base_rounding: float = 0.0, r
     """The tolerance where the served base model has this error.
 
     Inputs in FP8 alone would make errors of `base_rounding` with the base model and of `rounding` with the version.
+    Errors that are not finite allow nothing.
     """
+    base_error, base_rounding, rounding = (
+        error if error < NOT_FINITE else 0.0 for error in (base_error, base_rounding, rounding)
+    )
     least = max(LEAST_TOLERANCE[dtype], SPREAD * rounding)
     most = max(MOST_TOLERANCE[dtype], ROUNDING * base_rounding, least)
     return min(max(ROUNDING * base_error, least), most)

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from motet import AdapterVersion, FailedPrecondition, InvalidArgument, NotFound, VersionRollout, VersionVerification
 from motet.cli.main import main
+from safetensors.numpy import load_file, save_file
 
 from tests.data_plane.engine.test_long_context import with_fields
 from tests.e2e.harness import System, active_version
@@ -40,6 +42,7 @@ class Place:
     """A running system with a worker of some kind."""
 
     system: System
+    checkpoint: Path
     adapters: dict[str, Path]
 
     def verify(self, name: str) -> VersionVerification:
@@ -65,7 +68,7 @@ def place(files: tuple[Path, dict[str, Path]], directory: Path, module: str, dty
     checkpoint, adapters = files
     with System(checkpoint, directory, control_flags=["--dtype", dtype]) as system:
         system.start_worker(flags=[*FLAGS, "--dtype", dtype], command=("-m", module))
-        yield Place(system, adapters)
+        yield Place(system, checkpoint, adapters)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,20 @@ def test_a_worker_that_doubles_the_scaling_fails(wrong: Place, kind: str) -> Non
     wrong.system.client().adapters.register(kind, wrong.adapters[kind])
     found = wrong.verify(kind)
     assert not found.passed and found.largest_error > 5 * found.tolerance
+
+
+def test_a_version_whose_logits_are_not_finite_fails_with_a_verdict(right: Place, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "huge", right.checkpoint, rank=4, targets=ATTENTION)
+    tensors = load_file(directory / "adapter_model.safetensors")
+    save_file(
+        {name: np.full_like(tensor, 3e38) for name, tensor in tensors.items()}, directory / "adapter_model.safetensors"
+    )
+    right.system.client().adapters.register("huge", directory, rollout=VersionRollout(hold=True))
+    (version,) = right.system.client().adapters.versions("huge")
+    verified = right.system.client().adapters.verify("huge", version.digest, activate=True, timeout_s=300.0)
+    assert verified.verification is not None and not verified.verification.passed
+    assert verified.verification.largest_error == 1e30
+    assert right.system.client().adapters.get("huge").active_version is None
 
 
 def test_bfloat16_has_the_tolerance_of_its_rounding(files: tuple[Path, dict[str, Path]], tmp_path: Path) -> None:

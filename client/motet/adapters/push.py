@@ -127,6 +127,9 @@ def _plain_tensor(name: str, tensor: Any) -> tuple[str, list[int], bytes | memor
     shape = [int(size) for size in tensor.shape]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
+        if tensor.is_meta or tensor.layout != torch.strided:
+            kind = "is on the device meta, without values" if tensor.is_meta else f"is {tensor.layout}"
+            raise invalid_field(f"tensors[{name!r}]", f"{kind}; give a dense tensor with values")
         values = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
         return _DTYPES[dtype], shape, memoryview(values).cast("B")
     return _DTYPES[dtype], shape, tensor.tobytes()

@@ -11,7 +11,14 @@ from typing import Any, cast
 import pytest
 
 from control_plane.adapters.reference_process import PackedFiles, Prompt, ReferenceProcess
-from control_plane.adapters.verifier import MOST_TOLERANCE, ROUNDING, SPREAD, largest_difference, tolerance_of
+from control_plane.adapters.verifier import (
+    LEAST_TOLERANCE,
+    MOST_TOLERANCE,
+    ROUNDING,
+    SPREAD,
+    largest_difference,
+    tolerance_of,
+)
 from control_plane.errors import PreconditionFailed, StoreUnavailable
 from control_plane.registry.versions.verification import NOT_FINITE
 
@@ -35,6 +42,13 @@ def test_the_tolerance_follows_the_base_model_up_to_what_rounded_inputs_explain(
     assert tolerance_of("bfloat16", 5.0, base_rounding=0.01) == MOST_TOLERANCE["bfloat16"]
     # An adapter may make more of it.
     assert tolerance_of("bfloat16", 0.2, base_rounding=0.2, rounding=0.9) == SPREAD * 0.9
+
+
+def test_errors_that_are_not_finite_allow_nothing() -> None:
+    """Weights that overflow give no numbers with rounded inputs either: that is no reason to pass."""
+    assert tolerance_of("float32", 1e-6, rounding=NOT_FINITE) == LEAST_TOLERANCE["float32"]
+    assert tolerance_of("float32", 1e-6, base_rounding=NOT_FINITE) == LEAST_TOLERANCE["float32"]
+    assert tolerance_of("bfloat16", NOT_FINITE) == LEAST_TOLERANCE["bfloat16"]
 
 
 def test_directories_that_a_killed_server_left_are_removed_at_the_next_start(tmp_path: Path) -> None:

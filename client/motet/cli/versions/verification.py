@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,10 @@ from motet.cli.context import connect
 from motet.cli.digests import VERSION_HELP, full_digest
 from motet.cli.output import json_line
 from motet.client import Client
-from motet.errors import invalid_field
+from motet.errors import MotetError, invalid_field
 from motet.types import Adapter, AdapterCanary, AdapterVersion, VersionRollout
+
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
 def add_action(action: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -46,7 +50,13 @@ def finish_adding(client: Client, adapter: Adapter, rollout: VersionRollout, arg
     registered = adapter.registration.version if adapter.registration is not None else None
     assert registered is not None, "a server that takes a rollout says which version it registered"
     is_staged = adapter.active_version is not None and (rollout.keep_active or rollout.canary_per_mille > 0)
-    version = client.adapters.verify(adapter.id, registered.digest, activate=not is_staged)
+    try:
+        version = client.adapters.verify(adapter.id, registered.digest, activate=not is_staged)
+    except MotetError:
+        held = f"{adapter.id} version {registered.number} ({registered.digest[:12]}) is registered and not active"
+        again = f"motet adapters verify {adapter.id} --version @{registered.number}"
+        print(f"motet: {held}, since it was not verified; verify it again: {again}", file=sys.stderr)
+        raise
     if _passed(version):
         for label in rollout.version_labels:
             client.adapters.set_label(adapter.id, label, version.digest)
@@ -73,12 +83,20 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prompts(path: Path) -> list[list[int]]:
+    """Token ids of each line that has any, with or without commas and brackets. Raises InvalidArgument."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise invalid_field("--prompts", f"{path} cannot be read: {reason}") from error
     prompts = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
-        try:
-            prompts.append([int(token_id) for token_id in line.replace(",", " ").split()])
-        except ValueError:
-            raise invalid_field("--prompts", f"line {number} of {path} is not a list of token ids") from None
+    for number, line in enumerate(lines, start=1):
+        words = line.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+        if not all(_TOKEN_ID.fullmatch(word) for word in words):
+            raise invalid_field(
+                "--prompts", f"line {number} of {path} is {line[:64]!r}; write token ids alone, such as 5 17 2"
+            )
+        prompts.append([int(word) for word in words])
     return [prompt for prompt in prompts if prompt]
 
 
