@@ -68,7 +68,16 @@ def quoted(value: str) -> str:
 
 def check_adapter_id(adapter_id: str, field: str, violations: Violations) -> None:
     """An adapter id becomes a file name, a Redis key and a label."""
-    if not is_adapter_id(adapter_id):
+    if is_adapter_id(adapter_id):
+        return
+    name, _, selector = adapter_id.partition("@")
+    if selector and is_adapter_id(name):
+        violations.add(
+            field,
+            f"{quoted(adapter_id)} names a version, and the name of an adapter is expected: give {name!r}, and the "
+            f"version in a field of its own (of commands: --version @{quoted(selector)[1:-1]}, or VERSION after NAME)",
+        )
+    else:
         violations.add(field, f"{quoted(adapter_id)} is not a valid adapter id: {ADAPTER_ID_FORM}")
 
 

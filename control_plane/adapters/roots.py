@@ -9,7 +9,7 @@ from pathlib import Path
 
 from control_plane.adapters.sources.adapter_directory import find_files
 from control_plane.adapters.sources.adapter_source import AdapterSource, LocalSource, RemoteRoots
-from control_plane.checks import quoted
+from control_plane.checks import quoted, refuse
 from control_plane.errors import PathNotAllowed
 from control_plane.store_calls import StoreCalls
 
@@ -53,4 +53,9 @@ class AdapterRoots:
         parts = relative.split("/")
         if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts) or len(source) > 1024:
             raise PathNotAllowed(f"source {quoted(source)}: not a plain relative path below its root")
-        return find_files(root.joinpath(*parts), f"source {quoted(source)}", below=root)
+        directory = root.joinpath(*parts)
+        if "@" in parts[-1] and not directory.exists():
+            raise refuse(
+                "source", f"{quoted(source)}: there is none, and a directory has no @revision; name the path alone"
+            )
+        return find_files(directory, f"source {quoted(source)}", below=root)

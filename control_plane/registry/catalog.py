@@ -232,7 +232,7 @@ class Catalog:
 
     def refuse_failed(self, record: AdapterRecord) -> None:
         """Raise the reason for which a name is not served."""
-        message = f"adapter {record.adapter_id!r} is {record.state.value}: {record.state_reason}"
+        message = f"adapter {record.adapter_id!r} cannot be used: {record.state_reason}"
         error = self.servability_error(record.active_version) if record.active_version else None
         raise (AdapterNotActive if error is None else type(error))(message)
 

@@ -12,6 +12,17 @@ from control_plane.errors import InvalidRequest
 
 REFUSED: dict[str, tuple[Callable[..., None], Any, str]] = {
     "empty adapter id": (checks.check_adapter_id, "", "f: '' is not a valid adapter id: use 1 to 63 characters of"),
+    "a version's name": (
+        checks.check_adapter_id,
+        "legal@1",
+        "f: 'legal@1' names a version, and the name of an adapter is expected: give 'legal', and the version in a "
+        "field of its own (of commands: --version @1, or VERSION after NAME)",
+    ),
+    "a name without a version": (
+        checks.check_adapter_id,
+        "legal@",
+        "f: 'legal@' is not a valid adapter id: use 1 to 63",
+    ),
     "long adapter id": (checks.check_adapter_id, "x" * 100, f"f: '{'x' * 61}...' is not a valid adapter id: use 1 "),
     "digest": (checks.check_digest, "A" * 64, "A' is not a valid digest: use 64 lower-case hexadecimal digits"),
     "request id": (checks.check_request_id, "é", "is not a valid request id: use printable ASCII characters only"),

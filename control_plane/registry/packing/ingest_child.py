@@ -63,7 +63,13 @@ def read_result(frame: bytes) -> Any:
 
 
 def main() -> int:
-    """Pack adapters until the server closes the socket."""
+    """Pack adapters until the server closes the socket, or is gone."""
+    with contextlib.suppress(ConnectionError):
+        _serve()
+    return 0
+
+
+def _serve() -> None:
     with socket.socket(fileno=sys.stdin.fileno()) as sock, sock.makefile("rwb") as stream:
         limits = pickle.loads(_read(stream) or pickle.dumps({}))
         with contextlib.suppress(OSError):
@@ -76,7 +82,6 @@ def main() -> int:
             _limit_cpu(0.0)
             stream.write(HEADER.pack(len(frame)) + frame)
             stream.flush()
-    return 0
 
 
 def _outcome(job: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import parse_json_object, refuse, refuse_lfs_pointer
 
 _T = TypeVar("_T")
+_MAX_NUMBER = 1e9  # of alpha
 MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES = 100_000
 MAX_SCALING = 1000.0
@@ -298,8 +299,8 @@ def _rank(field: str, value: Any) -> int:
 
 
 def _number(field: str, value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) <= 1e9:
-        raise refuse(field, f"has {show(value)}; a finite number is expected")
+    if type(value) not in (int, float) or not abs(value) <= _MAX_NUMBER:
+        raise refuse(field, f"has {show(value)}; a number from {-_MAX_NUMBER:g} to {_MAX_NUMBER:g} is expected")
     return float(value)
 
 

@@ -150,7 +150,7 @@ def _entry(name: str, value: Any, data_start: int, data_size: int) -> TensorEntr
     if not _is_int_list(shape) or len(shape) not in (1, 2):
         raise refuse(label, f"shape {shorten(str(shape), 60)}; expected one or two dimensions")
     if not all(1 <= size < _MAX_DIMENSION for size in shape):
-        raise refuse(label, f"shape {shorten(str(shape), 60)}; every dimension must be at least 1")
+        raise refuse(label, f"shape {shorten(str(shape), 60)}; a dimension is from 1 to {_MAX_DIMENSION - 1}")
     if not _is_int_list(offsets) or len(offsets) != 2:
         raise refuse(label, "data_offsets must be two numbers")
     start, end = offsets

@@ -10,6 +10,7 @@ from control_plane.checks import Violations, check_adapter_id, quoted
 
 _PREFIX = "adapters/"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+MAX_NUMBER = 999_999_999
 
 
 class VersionName(NamedTuple):
@@ -33,7 +34,8 @@ def version_name_of(name: str, digest: str, field: str, violations: Violations) 
     if not is_selector(selector):
         violations.add(
             field,
-            f"{quoted(selector)} after '@' is not a version's number, from 1, and not a label: {LABEL_KEY_FORM}",
+            f"{quoted(selector)} after '@' is not a version's number, from 1 to {MAX_NUMBER}, and not a label: "
+            f"{LABEL_KEY_FORM}",
         )
     elif digest:
         violations.add(field, f"names version {quoted(selector)}, and a digest names one too; give one of them")

@@ -63,3 +63,14 @@ async def test_the_files_of_a_directory_decide_about_its_format(tmp_path: Path) 
     with pytest.raises(InvalidRequest, match=r"has no model\.lora_config\.npy; name a directory that TensorRT-LLM's"):
         await roots.files("team/adapter")
     roots.close()
+
+
+async def test_a_revision_of_a_directory_is_refused_as_such(tmp_path: Path) -> None:
+    roots = AdapterRoots({"team": tmp_path})
+    (tmp_path / "poet").mkdir()
+    with pytest.raises(InvalidRequest, match=r"'team/poet@v1': there is none, and a directory has no @revision"):
+        await roots.files("team/poet@v1")
+    (tmp_path / "poet@v1").mkdir()
+    for name in FILE_NAMES:
+        (tmp_path / "poet@v1" / name).write_text("x")
+    assert set(await roots.files("team/poet@v1")) == set(FILE_NAMES)

@@ -6,6 +6,9 @@ import asyncio
 import os
 import pickle
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import pytest
 from control_plane.child_process import ChildProcess
 from control_plane.errors import InvalidAdapter, StoreUnavailable
 from control_plane.registry.model.worker_reports import WorkerReports
-from control_plane.registry.packing.ingest_child import read_result
+from control_plane.registry.packing.ingest_child import HEADER, read_result
 from control_plane.registry.packing.ingest_pool import IngestLimits, IngestPool
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
@@ -43,6 +46,20 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_child_ends_without_a_word_where_its_server_is_gone() -> None:
+    ours, its = socket.socketpair()
+    with ours, its:
+        command = [sys.executable, "-m", "control_plane.registry.packing.ingest_child"]
+        child = subprocess.Popen(command, stdin=its.fileno(), stderr=subprocess.PIPE)
+        job = {"files": {}, "base_model": base_model(), "arguments": {}, "cpu_s": 0.0}  # fails, and the child says so
+        for frame in (pickle.dumps({}), pickle.dumps(job)):
+            ours.sendall(HEADER.pack(len(frame)) + frame)
+        assert ours.recv(1, socket.MSG_PEEK)
+        ours.close()  # with what the child sent unread: its next reading fails
+    _, said = child.communicate(timeout=STEP_S)
+    assert (child.returncode, said) == (0, b"")
 
 
 async def test_a_child_keeps_the_memory_of_one_block_for_the_next(pool: IngestPool, tmp_path: Path) -> None:
