@@ -234,7 +234,7 @@ async def test_second_call_takes_over_from_one_that_still_receives(tmp_path: Pat
 
 
 async def test_of_calls_that_take_over_at_once_every_one_ends(tmp_path: Path) -> None:
-    """One of them goes on; the others are told so. None is left without an end."""
+    """One of them goes on; each of the others ends with UploadTakenOver."""
     receiver = receiver_of(tmp_path, Clock())
     first_waits = asyncio.Event()
 
