@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # How long one step waits for masks of grammars that were quick so far; for others it does not wait.
 PATIENCE_S = 0.01
-# How much of the time steps may wait in the long run. A client can send grammars that turn out to be slow one after the
-# other, each changed a little: without a bound every step would wait PATIENCE_S for the newest of them.
+# How much of the time steps may wait in the long run. A client can send grammars whose first mask is quick and whose
+# later ones are slow, each changed a little: without a bound every step would wait PATIENCE_S for the newest of them.
 PATIENCE_SHARE = 0.01
 
 

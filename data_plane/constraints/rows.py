@@ -55,7 +55,7 @@ class _Row:
     position: int  # of the next token, in the completion
     matcher: Matcher | None = None  # None: not made yet, or it failed
     build: Callable[[], Matcher] | None = None  # what makes it, where the grammar is new to the worker
-    error: str = ""
+    error: str = ""  # one line
     allows_only_banned: bool = False  # and the next token is before min_tokens
     is_ready: bool = field(default=False)  # what is above is of the next token
 
@@ -144,7 +144,7 @@ class ConstraintRows:
             masks.indices[:] -= np.searchsorted(np.array(waiting), masks.indices)
         for place, (_, row) in enumerate(ready):
             if row.error:
-                logger.warning("constraint failed row=%d: %s", row.number, " ".join(row.error.split())[:500])
+                logger.warning("constraint failed row=%d: %s", row.number, row.error)
                 masks.failed.append(int(masks.indices[place]))
                 continue
             np.invert(row.allowed, out=masks.forbidden[place].view(np.int32))
@@ -196,7 +196,7 @@ class ConstraintRows:
     # ---- on the compute thread ----
 
     def _await(self, rows: Sequence[_Row], *, is_alone: bool) -> None:
-        quick = [row for row in rows if not row.is_ready and row.constraint.digest not in self._slow]
+        quick = [row for row in rows if not row.is_ready and row.constraint.digest in self._quick]
         began_s = self._lanes.now_s()
         # Where every row of the step has a constraint, no other row is held up.
         patience_s = PATIENCE_S if is_alone else self._patience.left_s(began_s)
@@ -224,10 +224,10 @@ class ConstraintRows:
                     self._built[digest] = []
                 row.build = found
         except ConstraintFailed as error:
-            row.error = str(error)
+            row.error = _one_line(str(error))
         except Exception as error:  # the thread's edge: the row must not wait for ever
             logger.exception("grammar not read row=%d", row.number)
-            row.error = f"{type(error).__name__}: {error}"
+            row.error = _one_line(f"{type(error).__name__}: {error}")
         self._submit([row])
 
     def _submit(self, rows: Sequence[_Row]) -> None:
@@ -254,10 +254,10 @@ class ConstraintRows:
                 if row.matcher is not None and self._is_live(row):
                     self._go_on(row, row.matcher)
             except ConstraintFailed as error:
-                row.error = str(error)
+                row.error = _one_line(str(error))
             except Exception as error:  # the thread's edge: the row must not wait for ever
                 logger.exception("constraint not followed row=%d", row.number)
-                row.error = f"{type(error).__name__}: {error}"
+                row.error = _one_line(f"{type(error).__name__}: {error}")
             row.is_ready = True
         self._lanes.notify()
 
@@ -322,6 +322,11 @@ def _follow_all(rows: Sequence[_Row]) -> None:
         Matcher.follow_all([matcher for matcher, _ in pairs], [token_id for _, token_id in pairs])
     for row in rows:
         row.to_follow = []
+
+
+def _one_line(error: str) -> str:
+    """The beginning of llguidance's reason, which has the whole grammar in it."""
+    return " ".join(error[:1000].split())[:500]
 
 
 def _all_ready(rows: Sequence[_Row]) -> bool:

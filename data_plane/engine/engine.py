@@ -422,12 +422,12 @@ class TorchEngine:
         on_host, is_finite = self._copies.start(tokens, finite).read()
         if self._speculation is not None:
             self._speculation.note(sampled, on_host)
+        rows.note_results(number, sampled, is_finite)
         numbers, failed = sampled.astype(np.int32), np.zeros(len(sampled), dtype=np.bool_)
         if masks is not None:
             self._constraints.advance(masks, sampled, on_host)
             failed[masks.failed] = is_finite[masks.failed]
             is_finite = is_finite & ~failed
-        rows.note_results(number, sampled, is_finite)
         logprobs: list[RowLogprobs] = []
         num_top = self._sampler.num_logprobs[sampled]
         indices = np.flatnonzero((num_top >= 0) & is_finite)

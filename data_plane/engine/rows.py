@@ -185,6 +185,7 @@ class Rows:
         """These rows computed and did not sample: they feed their last token again."""
         self.num_computed[rows] -= 1
         self.is_decoding[rows] = True
+        self.maybe_non_finite[rows] = True
         self.forget_given(rows)
 
     def forget_given(self, rows: Int64Array) -> None:
