@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
+from kernels.quick_launch import kernel
 
 CHUNK = 1024  # words
 WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))  # by size in bytes
 
 
-@triton.jit
+@kernel
 def _copy_blocks_kernel(
     caches_ptr,  # int64 [num_caches, 2]: address, words per block
     pairs_ptr,  # int64 [num_pairs, 2]: source, destination

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels.buckets import round_up
 from kernels.fp8 import FP8, MIN_SCALE, Fp8Rows
+from kernels.quick_launch import kernel
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def store_row(values, codes_ptr, scales_ptr, row, offs, WIDTH: tl.constexpr, MIN
     tl.store(codes_ptr + row * WIDTH + offs, scaled.to(codes_ptr.dtype.element_ty), mask=offs < WIDTH)
 
 
-@triton.jit
+@kernel
 def quantize_rows_kernel(
     codes_ptr,  # [T, n], contiguous
     scales_ptr,  # float32 [T]

@@ -6,7 +6,6 @@ The values are rounded where the expand would have stored them, so the bits are 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
@@ -15,9 +14,10 @@ from kernels.lora.expansion import Expansion
 from kernels.lora.segments import padded_block_tokens
 from kernels.lora.triton_expand import expanded, folded_arguments
 from kernels.lora.triton_pages import block_tokens
+from kernels.quick_launch import kernel
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_slots", "width", "stride_hp", "stride_hs"])
+@kernel(do_not_specialize=["num_tokens", "num_blocks", "num_slots", "width", "stride_hp", "stride_hs"])
 def gate_expand_kernel(
     out_ptr,  # [T, WIDTH], contiguous
     y_ptr,  # [T, 2 WIDTH], dense

@@ -12,6 +12,7 @@ import triton.language as tl
 from kernels.buckets import ceil_div, round_up
 from kernels.fp8 import MIN_SCALE, Fp8Rows
 from kernels.fp8_rows.triton_kernel import empty_rows, num_warps_for, store_row
+from kernels.quick_launch import kernel
 
 BLOCK = 1024
 
@@ -29,7 +30,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     return active * up
 
 
-@triton.jit
+@kernel
 def gated_activation_kernel(
     y_ptr,  # [T, n], contiguous
     x_ptr,  # [T, 2 n]
@@ -47,7 +48,7 @@ def gated_activation_kernel(
     tl.store(y_ptr + token * WIDTH + offs, gated(gate, up, ACTIVATION).to(y_ptr.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit
+@kernel
 def gated_activation_fp8_kernel(
     y_ptr,  # [T, n], contiguous
     codes_ptr,  # FP8 [T, n], contiguous

@@ -6,10 +6,10 @@ Where one request decodes, the bytes of the weights decide the time of a step.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
+from kernels.quick_launch import kernel
 
 NARROW_INPUT = 8192
 # (outputs of a program, inputs of a tile), measured on an H100 for 4096 and 14336 inputs, cold weights in bfloat16.
@@ -17,7 +17,7 @@ NARROW_TILE, WIDE_TILE = (1, 2048), (2, 1024)
 NUM_WARPS = 4
 
 
-@triton.jit
+@kernel
 def row_linear_kernel(
     # pointers
     y_ptr,  # [out]

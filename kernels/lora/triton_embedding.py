@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
 from kernels.lora.layout import PAGE_RANKS, PagedModule
 from kernels.lora.segments import AdapterSegments, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens
+from kernels.quick_launch import kernel
 
 RANKS = 16  # of one program; a token's column lies rank by rank, so that wider programs read no faster
 
 
-@triton.jit(do_not_specialize=["num_slots", "width"])
+@kernel(do_not_specialize=["num_slots", "width"])
 def embed_kernel(
     token_ids_ptr,
     h_ptr,

@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import round_up
 from kernels.lora.segments import COUNTS, AdapterSegments, empty_segments
+from kernels.quick_launch import kernel
 
 BLOCK = 1024  # token slots per load
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def count_kernel(token_slots_ptr, counts_ptr, num_tokens, BLOCK: tl.constexpr):
     """counts[s] = tokens of slot s. Grid: [num_slots]."""
     slot = tl.program_id(0)
@@ -28,7 +28,7 @@ def count_kernel(token_slots_ptr, counts_ptr, num_tokens, BLOCK: tl.constexpr):
     tl.store(counts_ptr + slot, tl.sum(total))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_blocks", "block_tokens"])
+@kernel(do_not_specialize=["num_tokens", "num_slots", "num_blocks", "block_tokens"])
 def place_kernel(
     token_slots_ptr,
     counts_ptr,

@@ -7,7 +7,6 @@ own plane. Planes are added in the same order by the program that ends last, or 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
@@ -16,9 +15,10 @@ from kernels.lora.launch import ShrinkLaunch, Sizes, num_parts, part_steps, shri
 from kernels.lora.layout import PAGE_RANKS, ModuleGroup
 from kernels.lora.segments import COUNTS, AdapterSegments, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, page_offsets, pages_at
+from kernels.quick_launch import kernel
 
 
-@triton.jit(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])
+@kernel(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])
 def shrink_kernel(
     x_ptr,
     h_ptr,

@@ -20,6 +20,7 @@ from kernels.paged_attention.device_batch import DeviceBatch, Splitting
 from kernels.paged_attention.launch import DecodeLaunch
 from kernels.paged_attention.triton_loop import attend, decode_range, finish
 from kernels.paged_attention.triton_work import write_list
+from kernels.quick_launch import kernel
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _join(
     return acc, highest, total
 
 
-@triton.jit(do_not_specialize=["stride_table", "window"])
+@kernel(do_not_specialize=["stride_table", "window"])
 def decode_kernel(
     # pointers
     out_ptr,  # [T, Hq, Dv]

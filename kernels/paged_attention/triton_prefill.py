@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
 from kernels.paged_attention.device_batch import DeviceBatch
 from kernels.paged_attention.launch import PrefillLaunch
 from kernels.paged_attention.triton_loop import attend, finish, sparse_range
+from kernels.quick_launch import kernel
 
 
-@triton.jit(do_not_specialize=["stride_table", "window"])
+@kernel(do_not_specialize=["stride_table", "window"])
 def prefill_kernel(
     # pointers
     out_ptr,  # [T, Hq, Dv]

@@ -12,6 +12,7 @@ import triton.language as tl
 from kernels.buckets import round_up
 from kernels.paged_attention.device_batch import DeviceBatch, Splitting, Work
 from kernels.paged_attention.triton_loop import num_splits_of
+from kernels.quick_launch import kernel
 
 BLOCK = 256  # sequences per load
 
@@ -41,7 +42,7 @@ def _splits_of(
     return num_splits_of(num_keys, SPLIT_KEYS, SPLITS)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window"])
+@kernel(do_not_specialize=["num_seqs", "window"])
 def list_kernel(
     programs_ptr,  # int32 [most programs, 2], see Work
     num_programs_ptr,  # int32 [1]

@@ -6,15 +6,15 @@ Multiply and add are never fused: each is rounded by itself, as in the definitio
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import round_up
 from kernels.fp8 import MIN_SCALE, Fp8Rows
 from kernels.fp8_rows.triton_kernel import empty_rows, num_warps_for, store_row
+from kernels.quick_launch import kernel
 
 
-@triton.jit
+@kernel
 def rms_norm_kernel(
     # pointers
     y_ptr,  # [T, H], contiguous

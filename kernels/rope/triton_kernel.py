@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
+from kernels.quick_launch import kernel
 from kernels.rope.reference import HeadNorm
 
 # Of one token, in one program of one warp. The same for every number of tokens: the order of the norm's sums follows
@@ -69,7 +70,7 @@ def _turn_heads(
     return turned_a, turned_b, rest
 
 
-@triton.jit
+@kernel
 def rope_kernel(
     # pointers
     query_ptr,  # [T, Hq, D]

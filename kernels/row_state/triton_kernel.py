@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
+from kernels.quick_launch import kernel
 
 if TYPE_CHECKING:
     from kernels.row_state import DecodeInputs, RowState
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_tokens", "stride_table"])
+@kernel(do_not_specialize=["num_tokens", "stride_table"])
 def decode_inputs_kernel(
     longs_ptr,  # int64 [4, num_tokens]: input ids, positions, KV positions, completion index
     context_lens_ptr,  # int32 [num_tokens]
@@ -50,7 +50,7 @@ def decode_inputs_kernel(
     tl.store(num_computed_ptr + row, computed + 1, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def store_tokens_kernel(
     last_tokens_ptr,  # int64 [R]
     rows_ptr,  # int32 [num_tokens], -1 for no row

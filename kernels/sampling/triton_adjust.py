@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import bucket, ceil_div
+from kernels.quick_launch import kernel
 from kernels.sampling.rows import Adjustments
 
 BLOCK = 1024  # tokens of one program
@@ -22,7 +23,7 @@ def _penalise(x, history, is_seen, repetition, presence, frequency):
     return x - presence * (times > 0).to(tl.float32)
 
 
-@triton.jit
+@kernel
 def penalise_kernel(
     # pointers
     adjusted_ptr,  # float32 [m, V], contiguous
@@ -56,7 +57,7 @@ def penalise_kernel(
     tl.store(adjusted_ptr + index * vocab_size + offs, x, mask=is_inside)
 
 
-@triton.jit(do_not_specialize=["num_biases"])
+@kernel(do_not_specialize=["num_biases"])
 def bias_kernel(
     # pointers
     adjusted_ptr,  # float32 [m, V], contiguous

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
 from kernels.devices import device_name
+from kernels.quick_launch import kernel
 from kernels.sampling.launch import SampleLaunch, Sizes, sample_launch
 from kernels.sampling.rows import Adjustments, SamplingRows
 from kernels.sampling.triton_adjust import adjust
@@ -46,7 +47,7 @@ def _gumbel(seed, position, token_ids):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def draw_kernel(
     # pointers
     best_ptr,  # float64 [n, num_parts]
@@ -102,7 +103,7 @@ def draw_kernel(
     tl.store(best_id_ptr + row * num_parts + part, tl.min(tl.where(best == most, best_id, 0x7FFFFFFF), 0))
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def best_kernel(
     # pointers
     value_ptr,  # float32 [n, num_parts]
@@ -175,7 +176,7 @@ def best_kernel(
     tl.store(num_bad_ptr + place, tl.sum(num_bad, 0))
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def pick_kernel(
     tokens_ptr,  # int64 [n]
     is_finite_ptr,  # uint8 [n]

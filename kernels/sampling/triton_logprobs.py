@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
+
+from kernels.quick_launch import kernel
 
 BLOCK = 4096  # tokens per load
 
 
-@triton.jit
+@kernel
 def normalise_kernel(
     # pointers
     normaliser_ptr,  # float32 [n]

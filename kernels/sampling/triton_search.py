@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import round_up
+from kernels.quick_launch import kernel
 from kernels.sampling.reference import MASS_OF_ONE
 from kernels.sampling.triton_values import Launch, highest_of, load_values, ordered, scaled_scores
 
@@ -67,7 +68,7 @@ def _descend(sums, prefix, above, limit):
     return (prefix << _DIGIT_BITS) | digit.to(tl.uint32), tl.sum(tl.where(digits == digit, larger, 0), 0)
 
 
-@triton.jit(do_not_specialize=["pass_index", "num_rows", "num_parts"])
+@kernel(do_not_specialize=["pass_index", "num_rows", "num_parts"])
 def digit_kernel(
     # pointers
     sums_ptr,  # int64 [passes, n, num_parts, 16]
@@ -142,7 +143,7 @@ def digit_kernel(
     tl.store(sums_ptr + base + tl.arange(0, _NUM_DIGITS), found)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+@kernel(do_not_specialize=["num_rows", "num_parts"])
 def lowest_kernel(
     lowest_ptr,
     sums_ptr,

@@ -13,6 +13,7 @@ import triton.language as tl
 from kernels.buckets import ceil_div, round_up
 from kernels.fp8 import FP8, MIN_SCALE, KVScale
 from kernels.fp8_rows.triton_kernel import saturate, scaled_row
+from kernels.quick_launch import kernel
 
 MAX_CHUNK = 2048
 
@@ -45,7 +46,7 @@ def _store_one(
     tl.store(cache_ptr + target, values.to(cache_ptr.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit
+@kernel
 def store_kv_kernel(
     # pointers
     key_ptr,  # [T, Hkv, D]
@@ -105,7 +106,7 @@ def _store_head(
     tl.store(cache_ptr + place * DIM + offs, codes.to(cache_ptr.dtype.element_ty), mask=offs < DIM)
 
 
-@triton.jit
+@kernel
 def store_scaled_kernel(
     # pointers, as in store_kv_kernel
     key_ptr,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
 from kernels.devices import upload
+from kernels.quick_launch import kernel
 
 CHUNK = 1024  # words, at a time, by one program
 WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))  # by size in bytes
@@ -21,7 +21,7 @@ WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))  # by size i
 MAX_PROGRAMS = 32
 
 
-@triton.jit(do_not_specialize=["num_caches", "num_chunks", "num_work"])
+@kernel(do_not_specialize=["num_caches", "num_chunks", "num_work"])
 def swap_blocks_kernel(
     caches_ptr,  # int64 [num_caches, 3]: addresses in device and host memory, words per block
     pairs_ptr,  # int64 [num_pairs, 2]: source, destination

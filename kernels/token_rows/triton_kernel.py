@@ -9,6 +9,7 @@ import triton.language as tl
 from kernels.buckets import ceil_div
 from kernels.lora.layout import PAGE_RANKS
 from kernels.lora.triton_pages import load_vector
+from kernels.quick_launch import kernel
 from kernels.token_rows.layout import RowTable
 
 COLUMNS = 1024  # of one program
@@ -22,7 +23,7 @@ def _load_id(values_ptr, page_ids_ptr, at, PAGE_VALUES: tl.constexpr):
     return tl.load(values_ptr + page * PAGE_VALUES + at % PAGE_VALUES).to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@kernel(do_not_specialize=["num_slots"])
 def embeddings_kernel(
     y_ptr,
     token_ids_ptr,
@@ -73,7 +74,7 @@ def embeddings_kernel(
                 tl.store(y_ptr + token * stride_yt + offs, row * multiplier, mask=is_inside)
 
 
-@triton.jit(do_not_specialize=["num_slots", "stride_hp"])
+@kernel(do_not_specialize=["num_slots", "stride_hp"])
 def logits_kernel(
     logits_ptr,
     h_ptr,

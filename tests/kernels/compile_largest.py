@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
-from triton.runtime.jit import KernelInterface, create_function_from_signature
+from triton.runtime.jit import create_function_from_signature
 
 from kernels.fp8 import KVScale
 from kernels.fp8_rows import quantize_rows
@@ -37,6 +37,7 @@ from kernels.sampling.cases import make_adjustments
 from kernels.store_kv import store_kv
 from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 from tests.kernels.lora.vectors import with_every_vector
+from tests.kernels.replaced_launches import replace_launches
 
 WITHOUT_FP8, WITH_FP8 = GPUTarget("cuda", 86, 32), GPUTarget("cuda", 89, 32)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -52,7 +53,7 @@ def launches() -> Iterator[list[Launch]]:
         return lambda *positional, **named: found.append((kernel, positional, named))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(KernelInterface, "__getitem__", launcher)
+        replace_launches(patched, launcher)
         for branch in TRITON_BRANCHES:
             patched.setattr(branch, lambda tensor: True)
         yield found

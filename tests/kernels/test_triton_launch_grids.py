@@ -31,6 +31,7 @@ from kernels.sampling import triton_kernel as sampling
 from kernels.sampling.cases import make_adjustments
 from kernels.store_kv import cases as store_cases
 from kernels.store_kv import triton_kernel as store
+from tests.kernels.replaced_launches import replace_launches
 from tests.kernels.sampling.test_triton_sampling import make_logits, make_rows
 
 Launch = tuple[str, tuple[int, ...], dict[str, Any]]
@@ -42,8 +43,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
     Of tensors those count that are made anew for each step; the pages of adapters are the arena's.
     """
-    from triton.runtime.jit import KernelInterface
-
     recorded: list[Launch] = []
 
     def launcher(kernel: Any, grid: Sequence[int]) -> Callable[..., None]:
@@ -58,7 +57,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
         return launch
 
-    monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
+    replace_launches(monkeypatch, launcher)
     yield recorded
 
 

@@ -23,6 +23,7 @@ from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
 from tests.data_plane.engine.test_oracle import worker_config
+from tests.kernels.replaced_launches import replace_launches
 from tests.makers import make_adapter, make_checkpoint
 
 NUM_LAYERS = 2  # of the checkpoint
@@ -96,8 +97,6 @@ def launched(
 
     The products of one row are Triton launches, and of these no launch beside.
     """
-    from triton.runtime.jit import KernelInterface
-
     new = [
         NewRow(
             row=row,
@@ -130,7 +129,7 @@ def launched(
     with monkeypatch.context() as patched, Products() as products:
         for branch in TRITON_BRANCHES:
             patched.setattr(branch, lambda tensor: True)
-        patched.setattr(KernelInterface, "__getitem__", launcher)
+        replace_launches(patched, launcher)
         output = engine.execute(make_plan(2))
     assert output.token_ids.tolist() == [1] * len(slots)
     assert (recorded["row_linear_kernel"], products.count).count(0) == 1, "all of them by one or the other"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime.jit import KernelInterface
 
 from kernels.swap_blocks import reference
 from kernels.swap_blocks.cases import CASES, Case, make
 from kernels.swap_blocks.triton_kernel import MAX_PROGRAMS, Moves
+from tests.kernels.replaced_launches import replace_launches
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.pairs], ids=lambda case: case.name)
@@ -41,7 +41,7 @@ def test_scattered_blocks_of_all_layers_are_one_launch_of_few_programs(
     def launcher(_kernel: Any, grid: Sequence[int]) -> Callable[..., None]:
         return lambda *_positional, **_named: grids.append(tuple(grid))
 
-    monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
+    replace_launches(monkeypatch, launcher)
     case = Case("scattered", (), num_host_blocks=64, num_blocks=128, block_shapes=((16, 2, 8),) * 64)
     caches, hosts, _ = make(case, device)
     pairs = torch.stack([torch.randperm(128)[:64], torch.randperm(64)], dim=1)

@@ -16,6 +16,7 @@ from benchmarks.kernels.tune_lora import Shape, expand_problem, shapes, shrink_p
 from kernels.lora import triton_expand, triton_shrink
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch
 from kernels.tuning import read_tables, write_table
+from tests.kernels.replaced_launches import replace_launches
 
 DEVICE = "A GPU"
 CPU = torch.device("cpu")
@@ -161,7 +162,7 @@ def test_problems_have_the_slot_table_and_the_programs_of_an_engine(monkeypatch:
     shape = Shape(64, (64, 64), 64, 16, 64)
     problems = (shrink_problem(shape, CPU, torch.bfloat16), expand_problem(shape, CPU, torch.bfloat16))
     with monkeypatch.context() as patched:
-        patched.setattr("triton.runtime.jit.KernelInterface.__getitem__", launcher)
+        replace_launches(patched, launcher)
         for problem in problems:
             problem.run(problem.default)
     assert [grid[0] for grid, _ in launched] == [11, 11]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from data_plane.engine.device.step_graphs import Graph
 from tests.data_plane.engine.device.reruns import Body
+from tests.kernels.replaced_launches import replace_launches
 
 # One entry: what is queued, and its arguments. A tensor is its memory, type, sizes and strides.
 Trace = list[tuple[object, ...]]
@@ -141,7 +142,6 @@ def launches_noted(tracer: Tracer | None) -> Iterator[None]:
     """The layers take a GPU's branches. Launches go to the tracer; None: they are not noted. What the engine reads of a
     launch's results is 1.
     """
-    from triton.runtime.jit import KernelInterface
 
     def launcher(kernel: Any, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*positional: Any, **named: Any) -> None:
@@ -155,7 +155,7 @@ def launches_noted(tracer: Tracer | None) -> Iterator[None]:
         return launch
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(KernelInterface, "__getitem__", launcher)
+        replace_launches(patched, launcher)
         for branch in TRITON_BRANCHES:
             patched.setattr(branch, lambda tensor: True)
         patched.setattr("kernels.devices.packs_uploads", lambda device: True)
