@@ -25,6 +25,7 @@ GENERATED = ("_pb2.py", "_pb2_grpc.py", "_pb2.pyi")
 MARKS = ("<!-- structure -->\n", "<!-- /structure -->")
 
 MAX_PUBLIC_METHODS = 20
+DEVICE_CODE = ("triton.jit", "kernel")  # decorators
 MAX_FUNCTION_LINES = 80
 MAX_FILES_IN_FOLDER = 15
 MAX_FILE_LINES = 450
@@ -98,7 +99,7 @@ def long_functions() -> list[str]:
 
 
 def _is_device_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return any(ast.unparse(decorator).partition("(")[0] in DEVICE_CODE for decorator in node.decorator_list)
 
 
 def full_folders() -> list[str]:

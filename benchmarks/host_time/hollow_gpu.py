@@ -34,7 +34,7 @@ int cuGetErrorString(int error, const char **text) { *text = "none"; return 0; }
 
 
 class HollowUtils:
-    """What Triton asks of a driver beside launches."""
+    """What Triton calls of a driver beside launches."""
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
         """Those of an H100 that bound a kernel."""
