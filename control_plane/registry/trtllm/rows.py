@@ -147,10 +147,9 @@ class _Reader:
                         )
                     taken[plan.name] = row
                     plans.append(plan)
-        if not plans:
+        if not plans and not problems:
             problems.add(FieldViolation(ROWS_ARRAY, "has no row that changes the model; the adapter would do nothing"))
-            problems.raise_all()
-        if self._config is not None:
+        elif self._config is not None:
             found = {plan.name: plan for plan in plans}
             check_targets(self._config, {}, found, self._targets, problems, is_complete=not problems)
         kind = self._config.manifest_kind if self._config is not None else self._kind(plans)

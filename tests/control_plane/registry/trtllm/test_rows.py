@@ -142,6 +142,15 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         assert words in text
 
 
+def test_a_problem_is_reported_once_and_without_what_follows_from_it(tmp_path: Path) -> None:
+    assert refusal(write(tmp_path / "id", [[19, 0, 4]] * 4)) == (
+        f"{ROWS_ARRAY}[0]: module id 19; the ids are 0 to 18 (and 3 more like it)"
+    )
+    assert refusal(write(tmp_path / "zeros", GOOD, np.zeros((4, WIDTH), "<f4"))) == (
+        f"{ROWS_ARRAY}: has no row that changes the model; the adapter would do nothing"
+    )
+
+
 def test_a_router_that_takes_no_adapters_is_refused_with_the_workers_reason(tmp_path: Path) -> None:
     reported = {
         "model.layers.0.self_attn.q_proj": ServedModule(ModuleKind.LINEAR, HIDDEN, HIDDEN),
