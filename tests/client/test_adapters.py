@@ -174,6 +174,21 @@ def test_missing_file_is_returned_before_any_call(
     assert server.requests == []
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "chat_template.jinja", "model.sig"])
+def test_a_link_to_nothing_is_refused_and_not_left_out(
+    server: ScriptedServer, driver: Driver, adapter_dir: Path, name: str
+) -> None:
+    (adapter_dir / name).unlink(missing_ok=True)
+    (adapter_dir / name).symlink_to(adapter_dir / "blobs" / "4d7a")
+    with pytest.raises(InvalidArgument, match=f"{name} is a link to a file that is not there; put the file"):
+        driver.run(lambda client: client.adapters.register("pirate", adapter_dir))
+    (adapter_dir / name).unlink()
+    (adapter_dir / name).mkdir()
+    with pytest.raises(InvalidArgument, match=f"{name} is not a file"):
+        driver.run(lambda client: client.adapters.register("pirate", adapter_dir))
+    assert server.requests == []
+
+
 def test_pickled_weights_are_refused_with_the_way_out(
     server: ScriptedServer, driver: Driver, adapter_dir: Path
 ) -> None:

@@ -104,12 +104,12 @@ def paths_of(directory: Path) -> list[Path]:
             reason="ADAPTER_INVALID",
         )
     for path in (config, weights):
+        _check_is_file(path)
         if not path.is_file():
             raise invalid_field(
                 "directory", f"{directory} has no {path.name}; {_way_on(directory)}", reason="ADAPTER_INVALID"
             )
-    beside = [directory / name for name in (*COMPANION_FILES, SIGNATURE_FILE)]
-    return [config, weights, *(path for path in beside if path.is_file())]
+    return [config, weights, *_present(directory, (*COMPANION_FILES, SIGNATURE_FILE))]
 
 
 def _trtllm_files(directory: Path) -> list[Path]:
@@ -125,8 +125,25 @@ def _trtllm_files(directory: Path) -> list[Path]:
             f"{directory} has no {ROWS_ARRAY}, which TensorRT-LLM's hf_lora_convert.py writes beside {WEIGHTS_ARRAY}",
             reason="ADAPTER_INVALID",
         )
-    beside = [directory / name for name in (CONFIG_FILE, EXACT_ARRAY, SIGNATURE_FILE)]
-    return [directory / WEIGHTS_ARRAY, directory / ROWS_ARRAY, *(path for path in beside if path.is_file())]
+    beside = _present(directory, (CONFIG_FILE, EXACT_ARRAY, SIGNATURE_FILE))
+    return [directory / WEIGHTS_ARRAY, directory / ROWS_ARRAY, *beside]
+
+
+def _present(directory: Path, names: tuple[str, ...]) -> list[Path]:
+    """Those of the files that are there. Raises InvalidArgument for a name of something else."""
+    for name in names:
+        _check_is_file(directory / name)
+    return [directory / name for name in names if (directory / name).is_file()]
+
+
+def _check_is_file(path: Path) -> None:
+    """Raise InvalidArgument for a link that leads nowhere, and for what is no file. What is not there passes."""
+    if path.is_file() or not (path.is_symlink() or path.exists()):
+        return
+    what = "is not a file" if path.exists() else "is a link to a file that is not there"
+    raise invalid_field(
+        "directory", f"{path} {what}; put the file in its place, or remove it", reason="ADAPTER_INVALID"
+    )
 
 
 def _way_on(directory: Path) -> str:

@@ -24,6 +24,10 @@ def find_files(directory: Path, described: str, *, below: Path | None) -> dict[s
         try:
             path = (directory / name).resolve(strict=True)
         except (OSError, RuntimeError):
+            if (directory / name).is_symlink():
+                raise refuse(
+                    "source", f"{described}: {name} is a link to a file that is not there; put it there, or remove it"
+                ) from None
             if name not in written.required:  # not every adapter is signed
                 continue
             raise refuse(

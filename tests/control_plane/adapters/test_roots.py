@@ -46,6 +46,17 @@ async def test_a_root_that_hangs_is_refused_in_time_and_takes_no_threads_of_othe
     roots.close()
 
 
+async def test_a_link_to_nothing_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    directory, roots = tmp_path / "adapter", AdapterRoots({"team": tmp_path})
+    directory.mkdir()
+    for name in FILE_NAMES:
+        (directory / name).write_text("x")
+    (directory / "tokenizer.json").symlink_to(directory / "blobs" / "4d7a")
+    with pytest.raises(InvalidRequest, match=r"tokenizer\.json is a link to a file that is not there"):
+        await roots.files("team/adapter")
+    roots.close()
+
+
 async def test_the_files_of_a_directory_decide_about_its_format(tmp_path: Path) -> None:
     directory, roots = tmp_path / "adapter", AdapterRoots({"team": tmp_path})
     directory.mkdir()
