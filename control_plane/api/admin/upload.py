@@ -379,7 +379,8 @@ def check_listed_files(
         if not is_digest(file.sha256):
             violations.add(f"header.files[{index}].sha256", f"is not a valid SHA-256: {DIGEST_FORM}")
         if file.size_bytes == 0:
-            violations.add(f"header.files[{index}].size_bytes", "is 0; send a file that is not empty")
+            name = f" for {file.name}" if file.name in (*ALL_NAMES, SIGNATURE_FILE) else ""
+            violations.add(f"header.files[{index}].size_bytes", f"is 0{name}; send a file that is not empty")
     wrong = names_error(names) or (len(names) < len(files) - 1 and f"has {SIGNATURE_FILE} twice; send it once")
     if wrong and not violations:
         violations.add("header.files", wrong)

@@ -130,6 +130,13 @@ def test_an_upload_that_is_too_large_is_refused_with_advice() -> None:
     assert "save with save_embedding_layers=False" in violation.description
 
 
+def test_an_empty_file_is_refused_by_its_name() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_header(set_file(1, "size_bytes", 0)[0].header, max_adapter_bytes=1 << 20)
+    (violation,) = caught.value.violations
+    assert violation.description == "is 0 for adapter_model.safetensors; send a file that is not empty"
+
+
 @pytest.mark.parametrize("what", BAD_UPLOADS)
 async def test_bad_upload_names_its_field_and_registers_nothing(api: Api, what: str) -> None:
     parts, field = BAD_UPLOADS[what]
