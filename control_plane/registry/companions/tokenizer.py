@@ -70,7 +70,8 @@ def tokenizer_document(files: TokenizerFiles, base_file: Path | None, vocab_size
         if (found := built.token_to_id(token["content"])) != token["id"]:
             raise refuse(
                 _name(token),
-                f"has the id {token['id']}, but follows as {found}: the ids of added tokens must have no gaps",
+                f"has the id {token['id']}, and the tokenizer gives it {found}: ids of added tokens follow those of "
+                "the base checkpoint's tokenizer without gaps; add the tokens between, too",
             )
     return encode(document)
 

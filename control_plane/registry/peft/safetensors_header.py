@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from control_plane.errors import FieldViolation, InvalidAdapter
+from control_plane.registry.peft.problems import Problems
 
 ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2}
 BASE_HEADER_BYTES = 1 << 20
@@ -49,7 +50,7 @@ def refuse(field: str, description: str) -> InvalidAdapter:
 
 
 def read_header(file: BinaryIO, file_size: int, *, max_tensors: int) -> dict[str, TensorEntry]:
-    """All tensors of the file, by name. Raises InvalidAdapter.
+    """All tensors of the file, by name. Raises InvalidAdapter with every tensor that cannot be read.
 
     Dimensions are two, the types floats, the data of all tensors fills the file without gap or overlap.
     """
@@ -78,7 +79,11 @@ def read_header(file: BinaryIO, file_size: int, *, max_tensors: int) -> dict[str
     if len(header) > max_tensors:
         raise refuse(FIELD, f"holds {len(header)} tensors, limit {max_tensors}; {CHECK_BASE}")
     data_start = 8 + header_size
-    entries = [_entry(name, value, data_start, file_size - data_start) for name, value in header.items()]
+    problems, entries = Problems(), list[TensorEntry]()
+    for name, value in header.items():
+        with problems.collected():
+            entries.append(_entry(name, value, data_start, file_size - data_start))
+    problems.raise_all()
     _check_tiling(entries, data_start, file_size)
     return {entry.name: entry for entry in entries}
 
@@ -95,6 +100,8 @@ def parse_json_object(raw: bytes, field: str) -> dict[str, Any]:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except _Duplicate as error:
         raise refuse(field, f"the key {error.key!r} occurs twice") from error
+    except _NotFinite as error:
+        raise refuse(field, f"holds {error}, which is not valid JSON; write a finite number") from error
     except (ValueError, RecursionError) as error:
         if raw.startswith(codecs.BOM_UTF8):
             raise refuse(field, "begins with a byte order mark; save it as UTF-8 without one") from error
@@ -110,6 +117,10 @@ class _Duplicate(Exception):
         self.key = shorten(key)
 
 
+class _NotFinite(Exception):
+    """NaN, Infinity or -Infinity, which Python's json writes."""
+
+
 def _no_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
@@ -120,7 +131,7 @@ def _no_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not valid JSON")
+    raise _NotFinite(name)
 
 
 def shorten(name: str, limit: int = 120) -> str:

@@ -164,7 +164,7 @@ def test_generation_defaults_are_those_of_the_table(rig: Rig) -> None:
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": 1}}, "added_tokens_decoder['x'] is not a token"),
         ("added_tokens.json", {"<tool>": "7"}, "an id must be a number"),
         ("added_tokens.json", {"<tool>": 400}, "its vocabulary has 300 tokens"),
-        ("added_tokens.json", {"<tool>": 299}, "must have no gaps"),
+        ("added_tokens.json", {"<tool>": 299}, "gives it 265: ids of added tokens follow"),
         ("added_tokens.json", {"<tool>": 5}, "of the base model"),
         ("tokenizer.json", "{}", "is not a tokenizer that can be read"),
     ],
@@ -173,6 +173,25 @@ def test_bad_files_are_refused_by_name(rig: Rig, name: str, content: Any, messag
     with pytest.raises(InvalidAdapter) as error:
         rig.pack({name: content})
     assert message in str(error.value)
+
+
+def test_all_problems_of_the_files_are_reported_together(rig: Rig) -> None:
+    """Those of one file, and those of the weights' configuration with those of the files beside it."""
+    defaults = {"temperature": -1, "top_p": 7, "max_new_tokens": 0, "eos_token_id": [300]}
+    with pytest.raises(InvalidAdapter) as error:
+        rig.pack({"generation_config.json": defaults})
+    assert {violation.field for violation in error.value.violations} == {
+        f"generation_config.{name}" for name in defaults
+    }
+    # 400 may be a token of the adapter, whose vocabulary is not known where its weights cannot be read.
+    files = {
+        "tokenizer_config.json": {"chat_template": 3},
+        "generation_config.json": {"top_k": -2, "eos_token_id": 400},
+    }
+    with pytest.raises(InvalidAdapter) as error:
+        rig.pack({"adapter_config.json": {"peft_type": "LORA", "r": 0}, **files})
+    fields = [violation.field for violation in error.value.violations]
+    assert fields == ["r", "tokenizer_config.json", "generation_config.top_k"]
 
 
 def test_a_tokenizer_that_is_not_the_base_checkpoints_is_refused(rig: Rig) -> None:

@@ -73,6 +73,14 @@ def test_all_tensors_with_bad_values_are_reported(tmp_path: Path) -> None:
     assert description == "holds NaN or infinite values; the training diverged (and 7 more like it)"
 
 
+def test_all_tensors_of_types_that_are_not_read_are_reported(tmp_path: Path) -> None:
+    content = {name: values.astype("<f8") for name, values in tensors().items()}
+    ((_, description),) = problems_of(
+        write_adapter(tmp_path, weights=safetensors_bytes(content).replace(b'"F32"', b'"F64"'))
+    ).items()
+    assert description == "dtype F64; expected one of F32, F16, BF16: convert the tensors (and 7 more like it)"
+
+
 def test_missing_and_other_files_are_reported_together(tmp_path: Path) -> None:
     files = write_adapter(tmp_path, r=0)
     assert problems_of({CONFIG_FILE: files[CONFIG_FILE], "other.bin": tmp_path}).keys() == {
