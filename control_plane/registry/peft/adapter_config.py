@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 _MAX_NUMBER = 1e9  # of alpha
 MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES = 100_000
+_MAX_NUMBER = 1e9  # of an alpha
 MAX_SCALING = 1000.0
 MAX_LABEL_BYTES = 256
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
@@ -148,8 +149,8 @@ class _Reader:
         self._value("fan_in_fan_out", _flag, False)  # whatever it says: PEFT corrects it by the type of each module
         config = AdapterConfig(
             kind=self._kind(),
-            rank=self._value("r", _rank, 8),
-            alpha=self._value("lora_alpha", _number, 8.0),
+            rank=self._number_of("r", _rank, 8),
+            alpha=self._number_of("lora_alpha", _number, 8.0),
             is_rslora=self._value("use_rslora", _flag, False),
             rank_pattern=self._value("rank_pattern", _ranks, NamePattern(())),
             alpha_pattern=self._value("alpha_pattern", _numbers, NamePattern(())),
@@ -175,6 +176,10 @@ class _Reader:
         value = self._config.get(field)
         return default if value is None else self._attempt(lambda: read(field, value), default)
 
+    def _number_of(self, field: str, read: Callable[[str, Any], _T], default: _T) -> _T:
+        """The field's value, PEFT's default where it is left out. Null is refused: PEFT computes with it and fails."""
+        return self._attempt(lambda: read(field, self._config[field]), default) if field in self._config else default
+
     def _attempt(self, read: Callable[[], _T], default: _T) -> _T:
         try:
             return read()
@@ -192,20 +197,23 @@ class _Reader:
         no_paths: tuple[str, ...] | None = ()
         no_layers: frozenset[int] = frozenset()
         excluded = self._value("exclude_modules", _names, nothing)
+        has_expression = excluded is None
+        # PEFT puts no adapter on a module that was trained whole, whatever target_modules says.
+        left_out = (excluded or frozenset()) | trained_whole(self._config.get("modules_to_save"))
         indices = self._value("layers_to_transform", _layers, no_layers)
         paths = self._value("layers_pattern", _layer_paths, no_paths)
         layers = LayerChoice(indices, paths or ()) if indices else None
-        has_expression = excluded is None or paths is None
+        has_expression = has_expression or paths is None
         value = self._config.get("target_modules")
         if isinstance(value, str) and value.lower() == "all-linear":
             # PEFT has no choice of layers here.
-            return TargetNames(None, True, excluded or frozenset(), layers, has_expression or bool(indices))
+            return TargetNames(None, True, left_out, layers, has_expression or bool(indices))
         if value == [] and self._config.get("target_parameters"):
-            return TargetNames(frozenset(), False, excluded or frozenset(), layers, has_expression)
+            return TargetNames(frozenset(), False, left_out, layers, has_expression)
         # Where it is null, PEFT chose the modules.
         names = self._value("target_modules", _target_modules, None)
         layers = None if paths is None else layers
-        return TargetNames(names, False, excluded or frozenset(), layers, has_expression or names is None)
+        return TargetNames(names, False, left_out, layers, has_expression or names is None)
 
 
 def _target_modules(field: str, value: Any) -> frozenset[str] | None:

@@ -68,6 +68,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("loftq_config", {"loftq_bits": 4}),
     ("lora_alpha", float("1e300")),
     ("lora_alpha", "8"),
+    ("lora_alpha", None),  # PEFT has a default for a field that is left out, and fails on null
+    ("r", None),
     ("lora_alpha", True),
     ("lora_alpha", 8000),
     ("lora_bias", 1),
@@ -113,6 +115,18 @@ BAD_FIELDS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("field", "value"), BAD_FIELDS, ids=[f"{f}={v}"[:60] for f, v in BAD_FIELDS])
 def test_a_field_that_changes_the_meaning_is_refused_by_name(tmp_path: Path, field: str, value: Any) -> None:
     assert refused(write_adapter(tmp_path, **{field: value}))[0] == field
+
+
+def test_a_number_that_is_too_large_or_not_finite_is_refused_with_the_limit(tmp_path: Path) -> None:
+    _, description = refused(write_adapter(tmp_path, lora_alpha=float("1e300")))
+    assert description == "has 1e+300; a number from -1e+09 to 1e+09 is expected"
+    for value in ("NaN", "-Infinity"):
+        config = json.dumps(CONFIG | {"lora_alpha": 7}).replace("7", value).encode()
+        field, description = refused(write_adapter(tmp_path, config))
+        assert (field, description) == (
+            CONFIG_FILE,
+            f"holds {value}, which is not valid JSON; write a finite number",
+        )
 
 
 def test_unknown_fields_without_a_value_pass(tmp_path: Path) -> None:

@@ -195,6 +195,19 @@ def test_what_peft_would_not_load_is_refused(tmp_path: Path, checkpoint: Tensors
     assert refusal(tmp_path, base, only_head)[0] == "model.embed_tokens.lora_embedding_A"
 
 
+def test_a_module_that_was_trained_whole_has_no_lora(tmp_path: Path, checkpoint: Tensors) -> None:
+    """PEFT leaves the names of modules_to_save out of target_modules, so the file has the weight alone."""
+    base, head = base_model(tmp_path, checkpoint), np.ones((VOCAB, HIDDEN), "<f4")
+    both = adapter(lm_head__weight=head)
+    alone = {name: values for name, values in both.items() if "lm_head.lora" not in name}
+    expected = packed(tmp_path, base, alone, target_modules=["embed_tokens"], modules_to_save=["lm_head"])
+    assert packed(tmp_path, base, alone, modules_to_save=["lm_head"]) == expected
+    assert refusal(tmp_path, base, both, modules_to_save=["lm_head"]) == (
+        "target_modules",
+        "does not name lm_head, for which there are tensors; PEFT would drop them",
+    )
+
+
 def test_a_base_whose_embedding_is_not_known_for_certain_takes_none(tmp_path: Path, checkpoint: Tensors) -> None:
     checkpoint["model.other.embed_tokens.weight"] = checkpoint["model.embed_tokens.weight"]
     base = base_model(tmp_path, checkpoint)
