@@ -10,7 +10,7 @@ from motet import Choices, JsonObject, JsonSchema, Lark, Regex, StructuralTag, S
 from motet.inputs.constraints import Constraint
 
 from gateway.openai.errors import refused
-from gateway.openai.messages import Body, ChatBody
+from gateway.openai.messages import Body
 
 _FORMAT, _OUTPUTS = "response_format", "structured_outputs"
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -22,11 +22,12 @@ def constraint_of(body: Body) -> Constraint | None:
     of_outputs = _of_outputs(body.structured_outputs)
     if of_format is not None and of_outputs is not None:
         raise refused(_OUTPUTS, "is given beside response_format; leave one of them out")
-    constraint = of_format if of_outputs is None else of_outputs
-    if constraint is not None and isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
-        name = _FORMAT if of_outputs is None else _OUTPUTS
-        raise refused(name, "lets no tool be called; leave out tools, or give tool_choice 'none'")
-    return constraint
+    return of_format if of_outputs is None else of_outputs
+
+
+def field_of_constraint(body: Body) -> str:
+    """The field that a body with a constraint has it in."""
+    return _FORMAT if body.structured_outputs is None else _OUTPUTS
 
 
 def _of_format(given: object) -> Constraint | None:

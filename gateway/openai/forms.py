@@ -15,13 +15,15 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from motet import AsyncClient, Chunk, InvalidArgument, Lark
+from motet.inputs.constraints import Constraint
 from motet.model.calls import ModelFacts, facts_call
 from motet.responses import ResponseForm, ResponseParser, TemplateError, find_form_async
 
 from gateway.http.keys import current_owner
-from gateway.openai.chats.tool_choice import ToolChoice, grammar_of, refusal_of_grammar
+from gateway.openai.chats.tool_choice import ToolChoice, grammar_of, grammar_of_content, refusal_of_grammar
 from gateway.openai.chats.turns import Turn
 from gateway.openai.errors import refused
+from gateway.openai.formats import field_of_constraint
 from gateway.openai.messages import ChatBody
 from gateway.openai.models import KEPT_S, Source
 from gateway.openai.replies import Reply
@@ -86,9 +88,12 @@ class Reading:
         forms: Forms,
         form: ResponseForm | None,
         adapter_digest: str,
+        constraint: Constraint | None,
     ) -> None:
         self.adapter_digest = adapter_digest  # of the version whose form was found
-        self.constraint = _constraint(body, choice, form)  # of the calls, for this version
+        # Of calls, of reasoning before them or before content; for this version. None: what `constraint` says, if any.
+        self.constraint = _constraint(body, choice, form, constraint)
+        self._is_content_constrained = constraint is not None and not choice.is_required
         self._body = body
         self._choice = choice
         self._source = source
@@ -123,7 +128,8 @@ class Reading:
                 if self.constraint is None or not is_ours:
                     raise
                 grammar, tools = self.constraint.grammar, self._body.tools or ()
-                raise refusal_of_grammar(error.message, grammar, self._choice, tools) from error
+                field = field_of_constraint(self._body) if self._is_content_constrained else "tools"
+                raise refusal_of_grammar(error.message, grammar, self._choice, tools, field) from error
 
     async def _begin(self, reply: Reply, digest: str, client: AsyncClient) -> None:
         if digest != self.adapter_digest:  # a canary, or a version that became active a moment ago
@@ -155,22 +161,38 @@ class Reading:
         return ResponseParser(form.template) if self._body.add_generation_prompt is False else form.parser()
 
 
-async def reading(body: ChatBody, choice: ToolChoice, source: Source, forms: Forms, client: AsyncClient) -> Reading:
-    """How the completions of a request are read, and what they have to be for it. Raises Refusal, MotetError."""
+async def reading(
+    body: ChatBody, choice: ToolChoice, source: Source, forms: Forms, client: AsyncClient, constraint: Constraint | None
+) -> Reading:
+    """How the completions of a request are read, and what they have to be for it. Raises Refusal, MotetError.
+
+    `constraint`: what their content has to be.
+    """
     form, digest = await forms.find(source, body.chat_template_kwargs or {}, client)
-    return Reading(body, choice, source, forms, form, digest)
+    return Reading(body, choice, source, forms, form, digest, constraint)
 
 
-def _constraint(body: ChatBody, choice: ToolChoice, form: ResponseForm | None) -> Lark | None:
-    grammar = grammar_of(choice, body.tools or (), form, is_parallel=body.parallel_tool_calls is not False)
+def _constraint(
+    body: ChatBody, choice: ToolChoice, form: ResponseForm | None, constraint: Constraint | None
+) -> Lark | None:
+    goes_on = {
+        "continue_final_message": bool(body.continue_final_message),
+        "add_generation_prompt": body.add_generation_prompt is False,
+    }
+    tools, is_parallel = body.tools or (), body.parallel_tool_calls is not False
+    if constraint is None or choice.is_required:  # calls that are required leave no room for content
+        grammar = grammar_of(choice, tools, form, is_parallel=is_parallel)
+    elif any(goes_on.values()) and not choice.is_offered:
+        return None  # where the completion goes on in its text is not known
+    else:
+        grammar = grammar_of_content(
+            constraint, field_of_constraint(body), choice, tools, form, is_parallel=is_parallel
+        )
     if grammar is None:
         return None
-    for name, is_given in (
-        ("continue_final_message", body.continue_final_message),
-        ("add_generation_prompt", body.add_generation_prompt is False),
-    ):
+    for name, is_given in goes_on.items():
         if is_given:
-            raise refused(name, "is not served with calls that are required or strict; leave one of them out")
+            raise refused(name, "is not served with calls that are required, strict or beside a constraint")
     return Lark(grammar)
 
 

@@ -104,7 +104,7 @@ class _Api:
         options = chat_options(body, choice)
         client = self._upstream.client
         source = await self._models.resolve(body.model, client, is_checked=True)
-        read = await reading(body, choice, source, self._forms, client)
+        read = await reading(body, choice, source, self._forms, client, options.get("constraint"))
         if read.is_needed:
             options["skip_special_tokens"] = False
         if read.constraint is not None:

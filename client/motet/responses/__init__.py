@@ -8,7 +8,7 @@ from motet.responses.arguments import GrammarError
 from motet.responses.choice import choose_template
 from motet.responses.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from motet.responses.finding import ResponseForm, find_form, find_form_async
-from motet.responses.grammars import call_grammar
+from motet.responses.grammars import call_grammar, content_grammar
 from motet.responses.parser import ResponseParser
 from motet.responses.templates import ResponseTemplate, TemplateError, load_template
 
@@ -26,6 +26,7 @@ __all__ = [
     "TemplateError",
     "call_grammar",
     "choose_template",
+    "content_grammar",
     "find_form",
     "find_form_async",
     "load_template",

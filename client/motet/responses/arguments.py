@@ -53,7 +53,7 @@ class Rules:
 def object_arguments(rules: Rules, name: str, schema: object, place: str) -> str:
     """A JSON object that is valid under the schema. Raises GrammarError."""
     checked = _object_schema(schema, place)
-    return rules.rule(name, f"%json {_written({**checked, 'type': 'object'}, place)}")
+    return rules.rule(name, f"%json {written_schema({**checked, 'type': 'object'}, place)}")
 
 
 def keyword_arguments(rules: Rules, name: str, schema: object, place: str) -> str:
@@ -75,7 +75,7 @@ def keyword_arguments(rules: Rules, name: str, schema: object, place: str) -> st
         if isinstance(value, Mapping):
             value = {**value, **definitions}
         one = rules.rule(f"{name}_{position}", f'"{key}=" {name}_{position}_value')
-        rules.rule(f"{name}_{position}_value", f"%json {_written(value, f'{place}.properties.{key}')}")
+        rules.rule(f"{name}_{position}_value", f"%json {written_schema(value, f'{place}.properties.{key}')}")
         behind = "" if is_last else later
         with_it, after = f"{one} {behind}".strip(), f'W? "," W? {one}'
         if key in required:
@@ -98,7 +98,8 @@ def _object_schema(schema: object, place: str) -> Mapping[str, Any]:
     return schema
 
 
-def _written(schema: object, place: str) -> str:
+def written_schema(schema: object, place: str) -> str:
+    """What stands behind %json in a rule. Raises GrammarError."""
     if isinstance(schema, Mapping):
         if "x-guidance" in schema:
             raise GrammarError(place, 'has the member "x-guidance", which is not supported')

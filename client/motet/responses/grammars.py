@@ -1,18 +1,21 @@
-"""Grammars of completions that call tools, in the form in which a model's response template writes calls.
+"""Grammars of completions that call tools, or reason before they follow a constraint, in the form of their model.
 
 The text of such a completion is always read as calls of the tools given, with arguments that are valid under their
-schemas. Pure, as the parser is; give the result to generate() as `constraint=Lark(...)`.
+schemas, or as content that follows the constraint. Pure, as the parser is; give the result to generate() as
+`constraint=Lark(...)`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from motet.inputs.constraints import Constraint, StructuralTags
 from motet.responses.arguments import GrammarError, Rules, keyword_arguments, object_arguments
 from motet.responses.calls import MAX_NAME_CHARS
+from motet.responses.contents import content_rule
 from motet.responses.events import CallEnd, CallStart, Content
 from motet.responses.finding import ResponseForm
 from motet.responses.patterns import Pattern
@@ -48,10 +51,47 @@ def call_grammar(
     functions, is_any_strict = _functions(tools, names, is_required=is_required)
     if not is_required and not is_any_strict and names is None:
         return None
+    return _Writer(form, _field_of_calls(form), functions, is_parallel=is_parallel).grammar(is_required=is_required)
+
+
+def content_grammar(
+    form: ResponseForm,
+    constraint: Constraint,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    names: Collection[str] | None = None,
+    is_parallel: bool = True,
+    place: str = "constraint",
+) -> str | None:
+    """Text of a Lark grammar of completions whose content follows a constraint; None if `constraint` by itself says so.
+
+    Reasoning may come before, or has to, where the chat template begins it. With `tools`, calls may come in place of
+    the content; `names` and `is_parallel` are as for call_grammar(). Raises GrammarError; `place` is what it calls
+    `constraint`.
+    """
+    if isinstance(constraint, StructuralTags):
+        if tools:
+            raise GrammarError(place, "has tags in free text, which cannot stand beside tools")
+        return None
+    rules = Rules()
+    rule = content_rule(rules, constraint, place)
+    if rule is None:
+        return None
+    if not tools:
+        thought = _Thoughts(form, rules).rule(lambda text: _is_content(form, text), space="W?")
+        return rules.text(f"{thought} {rule}") if thought else None
+    functions, _ = _functions(tools, names, is_required=False)
+    writer = _Writer(form, _field_of_calls(form), functions, is_parallel=is_parallel, rules=rules)
+    if writer.is_at_beginning:
+        raise GrammarError(place, "cannot stand beside tools: this model writes calls without a mark")
+    return writer.grammar(is_required=True, content=rule)
+
+
+def _field_of_calls(form: ResponseForm) -> Field:
     field = next((field for field in form.template.fields.values() if field.kind is Kind.CALLS), None)
     if field is None:
         raise GrammarError("tools", "cannot be constrained: the response template of this model has no tool calls")
-    return _Writer(form, field, functions, is_parallel=is_parallel).grammar(is_required=is_required)
+    return field
 
 
 def _functions(
@@ -90,7 +130,15 @@ def _functions(
 class _Writer:
     """Writes one grammar."""
 
-    def __init__(self, form: ResponseForm, field: Field, functions: Sequence[_Function], *, is_parallel: bool) -> None:
+    def __init__(
+        self,
+        form: ResponseForm,
+        field: Field,
+        functions: Sequence[_Function],
+        *,
+        is_parallel: bool,
+        rules: Rules | None = None,
+    ) -> None:
         open_mark, close_mark = opening(field), closing(field)
         if field.open is None or field.call is None or open_mark is None or close_mark is None:
             raise GrammarError("tools", "cannot be constrained: a mark of this model's response template has no text")
@@ -98,13 +146,11 @@ class _Writer:
         self._pattern, self._open, self._close = field.open, open_mark, close_mark.text + close_mark.rest
         self._call: CallForm = field.call
         self._functions = functions
-        self._rules = Rules()
+        self._rules = Rules() if rules is None else rules
+        self._thoughts = _Thoughts(form, self._rules)
         # A form that has all calls in one field, or each in its own.
         self._has_list = self._call.is_list or self._call.syntax == "pythonic"
-        before = ""
-        if form.parser().is_reasoning:
-            thought = self._reasoning()
-            before = "" if thought is None else thought[1]
+        before = self._thoughts.close if self._thoughts.has_begun else ""
         for function in functions:
             if not self._is_read(before, [function.name]):
                 raise GrammarError(
@@ -113,15 +159,20 @@ class _Writer:
                 )
         self._has_several = is_parallel and self._is_read(before, [functions[0].name] * 2)
 
-    def grammar(self, *, is_required: bool) -> str:
-        """The whole grammar."""
+    @property
+    def is_at_beginning(self) -> bool:
+        """Whether a call is recognised at the beginning of a completion alone, and by no mark."""
+        return self._open.is_at_beginning
+
+    def grammar(self, *, is_required: bool, content: str = "") -> str:
+        """The whole grammar. `content`: the rule of content that may be there in place of calls that are required."""
         for position, function in enumerate(self._functions):
             self._rules.rule(f"call_{position}", self._value(f"args_{position}", function))
-        thought = self._thought()
+        thought = self._thoughts.rule(lambda text: self._is_read(text, [self._functions[0].name]))
         if is_required:
             repeated = "calls (W? calls)*" if self._has_several and not self._has_list else "calls"
             self._rules.rule("calls", self._fields(has_begun=False))
-            return self._rules.text(f"{thought} W? {repeated}")
+            return self._rules.text(f"{thought} W? ({repeated} | {content})" if content else f"{thought} W? {repeated}")
         if self._open.is_at_beginning:
             # A text that begins as a call does is one.
             first = r"\[\s*[A-Za-z_][A-Za-z_0-9.]*\s*\(" if self._call.syntax == "pythonic" else r"[\{\[]"
@@ -130,7 +181,7 @@ class _Writer:
             return self._rules.text(f"{thought} (W? calls | TEXT)")
         self._rules.rule("calls", self._fields(has_begun=True))
         self._rules.rule("TEXT", _without(self._pattern))
-        begun = self._until("begun", "TEXT", parts_of(self._open.text, self._form.mark_tokens))
+        begun = _until(self._rules, "begun", "TEXT", parts_of(self._open.text, self._form.mark_tokens))
         return self._rules.text(f"{thought} ({begun} calls){'*' if self._has_several else '?'} TEXT")
 
     def _fields(self, *, has_begun: bool) -> str:
@@ -163,36 +214,6 @@ class _Writer:
         parts = ["{", _text(self._call.name_key), ":", _text(function.name), ",", _text(self._call.arguments_key), ":"]
         return f'{" W? ".join(map(quoted, parts))} W? {arguments} W? "}}"'
 
-    def _thought(self) -> str:
-        """Reasoning before the calls: what the prompt began, or what begins with a token of its own."""
-        thought = self._reasoning()
-        if thought is None:
-            return ""
-        field, close = thought
-        has_begun = self._form.parser().is_reasoning
-        begin = [] if has_begun else parts_of(_written_open(field), self._form.mark_tokens)
-        is_token = len(begin) == 1 and begin[0].startswith("<[")
-        if not has_begun and not (is_token and self._is_read(_written_open(field) + close, [self._functions[0].name])):
-            return ""
-        assert field.close is not None, "reasoning has a closing mark"
-        self._rules.rule("THOUGHT", _without(field.close))
-        ended = self._until("thought", "THOUGHT", parts_of(close, self._form.mark_tokens))
-        return ended if has_begun else f"({begin[0]} {ended})?"
-
-    def _reasoning(self) -> tuple[Field, str] | None:
-        """The field of reasoning and its closing mark, if both can be written."""
-        field = next((field for field in self._form.template.fields.values() if field.kind is Kind.REASONING), None)
-        if field is None or field.close is None:
-            return None
-        close = closing(field)
-        return None if close is None or not close.text else (field, close.text)
-
-    def _until(self, name: str, text: str, mark: list[str]) -> str:
-        """Text that ends with a mark. A mark that begins with a token of its own cannot begin within the text."""
-        if mark[0].startswith("<["):
-            return " ".join([f"{text}?", *mark])
-        return " ".join([self._rules.lazy(name, f"/{_ANYTHING}/ {mark[0]}"), *mark[1:]])
-
     def _is_read(self, before: str, names: Sequence[str]) -> bool:
         """Whether calls without arguments are read as what they are."""
         call = self._call
@@ -214,6 +235,50 @@ class _Writer:
         started = [event.name for event in events if isinstance(event, CallStart)]
         ended = [event.is_complete for event in events if isinstance(event, CallEnd)]
         return started == list(names) and all(ended) and not any(isinstance(event, Content) for event in events)
+
+
+class _Thoughts:
+    """The reasoning before calls or content, as a form has it."""
+
+    def __init__(self, form: ResponseForm, rules: Rules) -> None:
+        self.has_begun = form.parser().is_reasoning  # in the prompt
+        self.close = ""  # the closing mark; empty: there is no reasoning, or its mark cannot be written
+        self._rules = rules
+        self._tokens = form.mark_tokens
+        self._field = next((each for each in form.template.fields.values() if each.kind is Kind.REASONING), None)
+        if self._field is not None and self._field.close is not None:
+            mark = closing(self._field)
+            self.close = "" if mark is None else mark.text
+
+    def rule(self, is_read: Callable[[str], bool], *, space: str = "") -> str:
+        """What the prompt began, or what begins with a token of its own; empty: there is nothing of the kind.
+
+        `is_read`: whether what follows is read as what it is behind this text. `space` is written behind reasoning.
+        """
+        field = self._field
+        if field is None or field.close is None or not self.close:
+            return ""
+        begin = [] if self.has_begun else parts_of(_written_open(field), self._tokens)
+        is_token = len(begin) == 1 and begin[0].startswith("<[")
+        if not self.has_begun and not (is_token and is_read(_written_open(field) + self.close)):
+            return ""
+        self._rules.rule("THOUGHT", _without(field.close))
+        ended = f"{_until(self._rules, 'thought', 'THOUGHT', parts_of(self.close, self._tokens))} {space}".rstrip()
+        return ended if self.has_begun else f"({begin[0]} {ended})?"
+
+
+def _until(rules: Rules, name: str, text: str, mark: list[str]) -> str:
+    """Text that ends with a mark. A mark that begins with a token of its own cannot begin within the text."""
+    if mark[0].startswith("<["):
+        return " ".join([f"{text}?", *mark])
+    return " ".join([rules.lazy(name, f"/{_ANYTHING}/ {mark[0]}"), *mark[1:]])
+
+
+def _is_content(form: ResponseForm, before: str) -> bool:
+    """Whether a text behind `before` is read as content."""
+    parser = form.parser()
+    events = parser.push(f"{before}a") + parser.finish()
+    return "".join(event.text for event in events if isinstance(event, Content)) == "a"
 
 
 def _text(value: str) -> str:

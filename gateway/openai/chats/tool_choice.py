@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from motet.responses import GrammarError, ResponseForm, call_grammar
+from motet.inputs.constraints import Constraint
+from motet.responses import GrammarError, ResponseForm, call_grammar, content_grammar
 
 from gateway.openai.errors import FieldRefusal, refused
 
 _SCHEMA_IN_LINE = re.compile(r"the JSON schema in line (\d+): (.*)", re.DOTALL)
 _ARGUMENTS_RULE = re.compile(r"args_(\d+)(?:_(\d+)_value)?: %json")  # as motet.responses names them
+_OWN_LINES = " 1 | start: "  # begins the grammar in a message about it
+_PLACES = re.compile(r"(at )?(?:\d+\(\d+\): )*(\d+)\((\d+)\): ")
 _FORMS = "'none', 'auto', 'required', a function by name, or allowed_tools"
 
 
@@ -74,14 +77,43 @@ def grammar_of(
         raise FieldRefusal(str(error), param=error.field) from error
 
 
+def grammar_of_content(
+    constraint: Constraint,
+    field: str,
+    choice: ToolChoice,
+    tools: Sequence[Mapping[str, Any]],
+    form: ResponseForm | None,
+    *,
+    is_parallel: bool,
+) -> str | None:
+    """The grammar of a completion that follows `constraint`, of the body's field `field`, or calls tools in its place.
+
+    None: `constraint` by itself says all. Raises Refusal.
+    """
+    if form is None:
+        if choice.is_offered:
+            raise refused(
+                field, "cannot be kept beside tools: nothing says how this model writes tool calls; leave out tools"
+            )
+        return None
+    offered = tools if choice.is_offered else ()
+    try:
+        return content_grammar(form, constraint, offered, names=choice.names, is_parallel=is_parallel, place=field)
+    except GrammarError as error:
+        raise FieldRefusal(str(error), param=error.field) from error
+
+
 def refusal_of_grammar(
-    message: str, grammar: str, choice: ToolChoice, tools: Sequence[Mapping[str, Any]]
+    message: str, grammar: str, choice: ToolChoice, tools: Sequence[Mapping[str, Any]], field: str
 ) -> FieldRefusal:
-    """Motet's refusal of a grammar that `grammar_of` wrote: the caller wrote schemas, and reads which one is wrong."""
+    """Motet's refusal of a grammar that was written here: the caller wrote schemas, and reads which one is wrong.
+
+    `field`: what is wrong if no schema of a tool is.
+    """
     found = _SCHEMA_IN_LINE.search(message)
     rule = _ARGUMENTS_RULE.match(grammar.splitlines()[int(found[1]) - 1]) if found else None
     if found is None or rule is None:
-        return refused("tools", message)
+        return refused(field, found[2] if found else _without_own_lines(message))
     callable_tools = [
         (place, tool) for place, tool in enumerate(tools) if choice.names is None or _name(tool) in choice.names
     ]
@@ -90,6 +122,19 @@ def refusal_of_grammar(
     if rule[2]:  # keyword arguments have a schema each
         param += f".properties.{list(tool['function']['parameters']['properties'])[int(rule[2])]}"
     return refused(param, found[2])
+
+
+def _without_own_lines(message: str) -> str:
+    """What is said about a constraint, without the lines around it, which the caller did not write.
+
+    "4(2): 3(7): Expected ... 1 | start: ..." is about the caller's line 1: the second line begins the rule around it.
+    """
+    reason, has_lines, _ = message.removeprefix("constraint.lark: ").partition(_OWN_LINES)
+    places = _PLACES.match(reason)
+    if not has_lines or places is None:
+        return reason
+    line, column = int(places[2]) - 2, places[3]
+    return (f"{line}({column}): " if line > 0 else "") + reason[places.end() :]
 
 
 def _name(given: object) -> str:

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import llguidance
 import pytest
+from motet.inputs.constraints import (
+    Choices,
+    Constraint,
+    JsonObject,
+    JsonSchema,
+    Lark,
+    Regex,
+    StructuralTag,
+    StructuralTags,
+)
 from motet.responses import (
     CallArguments,
     CallEnd,
     CallStart,
     Content,
     GrammarError,
+    Reasoning,
     ResponseForm,
     call_grammar,
+    content_grammar,
     load_template,
 )
 from motet.responses.bundled import BUNDLED
@@ -56,10 +70,14 @@ class Vocabulary:
         self.marks = {mark: ids[mark] for mark in MARKS} if marks else {}
         self.guide = llguidance.LLTokenizer(self.tokenizer.to_str(), n_vocab=self.size, eos_token=[self.end])
 
-    def written(self, grammar: str, draw: random.Random, *, most: int = 400) -> str | None:
-        """A random text of the grammar; None if it is not over after `most` tokens."""
+    def written(self, grammar: str, draw: random.Random, *, most: int = 400, begin: Sequence[str] = ()) -> str | None:
+        """A random text of the grammar, `begin` first, whose marks stand alone; None if it is not over after `most`."""
         matcher = llguidance.LLMatcher(self.guide, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
         tokens: list[int] = []
+        for part in begin:
+            for token in [self.marks[part]] if part in self.marks else self.tokenizer.encode(part).ids:
+                assert matcher.consume_token(token) and not matcher.is_error(), part
+                tokens.append(token)
         while len(tokens) < most:
             mask = matcher.compute_bitmask()
             assert not matcher.is_error(), matcher.get_error()
@@ -160,6 +178,81 @@ def test_reasoning_that_the_prompt_began_comes_first(vocabulary: Vocabulary) -> 
             assert matcher.consume_token(token) and not matcher.is_error(), part
     assert matcher.is_accepting()
     assert calls_in(form, "".join(parts)) == (["now"], False)
+
+
+CONSTRAINTS: dict[str, tuple[Constraint, str]] = {  # and an expression that the content has to match
+    "schema": (JsonSchema({"enum": ["a/b", 1, None]}), r'"a/b"|1|null'),
+    "schema text": (JsonSchema('{"type": "boolean"}'), "true|false"),
+    "any": (JsonSchema("true"), r"(?s:.+)"),
+    "object": (JsonObject(), r"(?s:\{.*\})"),
+    "regex": (Regex("a{2}/|\\\\/\nb|\u00fc\\n"), "aa/|\\\\/\nb|\u00fc"),
+    "choices": (Choices(['"x"', "y\\", "\u00fc\n/z"]), '"x"|y\\\\|\u00fc\n/z'),
+    "lark": (Lark("start: calls thought\ncalls: /[ab]/\nthought: /c{2}/"), "[ab]cc"),
+}
+THINKING = "<|im_start|>assistant\n<think>"
+
+
+def read_in(form: ResponseForm, text: str) -> tuple[str, bool, list[str]]:
+    """The content, whether there is reasoning, and the names of the calls."""
+    parser = form.parser()
+    events = parser.push(text) + parser.finish()
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    has_reasoning = any(isinstance(event, Reasoning) for event in events)
+    return content, has_reasoning, [event.name for event in events if isinstance(event, CallStart)]
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_content_behind_reasoning_follows_its_constraint(kind: str, vocabulary: Vocabulary) -> None:
+    constraint, expected = CONSTRAINTS[kind]
+    draw, found = random.Random(kind), set()
+    for prompt in ("", THINKING):
+        form = form_of("hermes", vocabulary, prompt)
+        grammar = content_grammar(form, constraint)
+        if not prompt and not vocabulary.marks:
+            assert grammar is None  # no token begins reasoning
+            continue
+        assert grammar is not None
+        begin = ["Hm.", "</think>"] if prompt else []
+        texts = [text for _ in range(20) if (text := vocabulary.written(grammar, draw, begin=begin)) is not None]
+        assert len(texts) > 3
+        for text in texts:
+            content, has_reasoning, _ = read_in(form, text)
+            assert re.fullmatch(expected, content), (text, content)
+            found.add((bool(prompt), has_reasoning))
+    assert (True, True) in found and ((False, False) in found) == bool(vocabulary.marks)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral-args"])
+def test_calls_may_come_in_place_of_the_content_of_a_constraint(name: str, vocabulary: Vocabulary) -> None:
+    form, draw, num_calls = form_of(name, vocabulary), random.Random(4), 0
+    for kind, (constraint, expected) in CONSTRAINTS.items():
+        grammar = content_grammar(form, constraint, TOOLS)
+        assert grammar is not None
+        texts = [text for _ in range(30) if (text := vocabulary.written(grammar, draw)) is not None]
+        found = [read_in(form, text) for text in texts]
+        assert any(content for content, _, _ in found), kind
+        num_calls += sum(bool(calls) for _, _, calls in found)
+        for content, _, calls in found:
+            assert not content if calls else re.fullmatch(expected, content), (kind, content)
+    assert num_calls
+
+
+@pytest.mark.parametrize("name", ["llama3", "pythonic"])
+def test_a_constraint_that_begins_as_calls_do_is_refused_beside_tools(name: str, vocabulary: Vocabulary) -> None:
+    with pytest.raises(GrammarError) as caught:
+        content_grammar(form_of(name, vocabulary), JsonObject(), TOOLS, place="response_format")
+    assert caught.value.field == "response_format"
+
+
+def test_a_constraint_without_a_rule_is_used_as_it_is(vocabulary: Vocabulary) -> None:
+    form = form_of("hermes", vocabulary, THINKING)
+    tags = StructuralTags([StructuralTag("<a", "<a>")])
+    for constraint in (tags, JsonSchema("{"), JsonSchema("1"), Choices([]), Regex("")):
+        assert content_grammar(form, constraint) is None
+    with pytest.raises(GrammarError, match="tags"):
+        content_grammar(form, tags, TOOLS)
+    with pytest.raises(GrammarError, match="x-guidance"):
+        content_grammar(form, JsonSchema({"x-guidance": {}}))
 
 
 def test_nothing_is_constrained_without_a_reason(vocabulary: Vocabulary) -> None:

@@ -1,4 +1,4 @@
-"""A model that writes reasoning and calls whatever it is given, and three adapters of it, behind a gateway."""
+"""A model that writes reasoning and calls whatever it is given, and four adapters of it, behind a gateway."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, o
     configs: dict[str, dict[str, Any]] = {
         "plain": {},
         "poet": {"chat_template": POET},
+        "opened": {"chat_template": TEMPLATE.replace("<|begin|>", "<|im_start|>assistant\n<think>")},
         "broken": {"response_template": {"fields": {"colour": {"open": "a", "shape": 1}}}},
     }
     with System(checkpoint, directory) as system:

@@ -123,7 +123,11 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("hermes", "tool_choice", {"tool_choice": named("other")}),
     ("hermes", "tool_choice", {"tool_choice": "any"}),
     ("hermes", "tool_choice", {"tool_choice": "required", "tools": []}),
-    ("hermes", "response_format", {"tool_choice": "required", "response_format": {"type": "json_object"}}),
+    ("llama3", "response_format", {"response_format": {"type": "json_object"}}),
+    ("silent", "response_format", {"response_format": {"type": "json_object"}}),
+    ("hermes", "response_format", {"response_format": {"type": "json_schema", "json_schema": {
+        "name": "a", "schema": {"type": "string", "format": "colour"}}}}),
+    ("hermes", "structured_outputs", {"extra_body": {"structured_outputs": {"regex": "(?=a)b"}}}),
     ("hermes", "tools[0].function.parameters", {"tool_choice": "required", "tools": [{"type": "function", "function": {
         "name": "a", "parameters": {"type": "object", "properties": {"b": {"type": "string", "format": "colour"}}}}}]}),
     ("hermes", "tools[0].function.parameters.type", {"tool_choice": "required", "tools": [

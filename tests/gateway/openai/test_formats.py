@@ -82,7 +82,6 @@ def test_both_fields_become_constraints(fields: dict[str, Any], expected: object
         ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs: has a structural_tag without"),
         ({"structured_outputs": {"structural_tag": {**TAGS, "triggers": ["x"]}}}, "no trigger that '<f>' begins with"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "beside response_format"),
-        ({"response_format": {"type": "json_object"}, "tools": [{}]}, "response_format: lets no tool be called"),
     ],
 )
 def test_what_is_no_constraint_is_refused_with_its_field(fields: dict[str, Any], said: str) -> None:
