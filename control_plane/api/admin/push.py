@@ -139,10 +139,25 @@ async def receive_all(accepted: Accepted, files: Mapping[str, Path]) -> None:
     try:
         await receive(accepted, files[WEIGHTS_FILE])
     finally:
-        # The directory is removed next: a thread that still writes into it would leave it there.
-        await asyncio.wait([writing])
+        await _ended(writing)
     with _disk_errors():
         writing.result()
+
+
+async def _ended(writing: asyncio.Future[None]) -> None:
+    """Wait for the end of a thread that writes, also if the call is cancelled meanwhile. Raises CancelledError then.
+
+    The directory is removed next: a thread that still wrote into it would leave it there.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not writing.done():
+        try:
+            await asyncio.wait([writing])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    writing.exception()  # has been looked at, also if another error goes on
+    if cancelled is not None:
+        raise cancelled
 
 
 async def receive(accepted: Accepted, path: Path) -> None:
@@ -195,7 +210,8 @@ class _BatchWriter:
 
     async def _wait(self) -> None:
         if self._writing is not None:
-            await self._writing
+            await _ended(self._writing)
+            self._writing.result()
 
     async def __aenter__(self) -> _BatchWriter:
         return self
@@ -204,7 +220,7 @@ class _BatchWriter:
         if kind is None:
             await self._wait()
         elif self._writing is not None:
-            await asyncio.wait([self._writing])  # its thread has the file
+            await _ended(self._writing)  # its thread has the file
 
 
 def _check_chunk(message: push_pb2.PushVersionRequest, received: int, announced: int) -> None:

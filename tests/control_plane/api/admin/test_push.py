@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import io
 import threading
 from collections.abc import AsyncIterator
@@ -94,6 +95,39 @@ async def test_a_push_that_breaks_off_waits_for_what_is_written(
         with pytest.raises(InvalidRequest, match="ended after 2000 of 3000 bytes"):
             await push.receive_all(Accepted(header, messages, tmp_path, space), files)
     assert has_written.is_set()
+
+
+async def test_a_cancelled_push_waits_for_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a cancelled stream looks like an orderly one. The cancellation comes while the end waits."""
+    may_write, writes = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def write_bytes(_path: Path, _data: bytes) -> int:
+        loop.call_soon_threadsafe(writes.set)
+        may_write.wait(60)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    header = push_pb2.PushHeader(weights_bytes=3 * CHUNK)
+    messages = PacedMessages(chunks(2), idle_timeout_s=30.0, clock=AwakeClock())
+    errors: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _loop, context: errors.append(context))
+    with DiskSpace(lambda: 1 << 40).reserved(header.weights_bytes) as space:
+        files = {CONFIG_FILE: tmp_path / "config", WEIGHTS_FILE: tmp_path / "weights"}
+        task = asyncio.create_task(push.receive_all(Accepted(header, messages, tmp_path, space), files))
+        await writes.wait()
+        while not (tmp_path / "weights").exists():
+            await asyncio.sleep(0)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.wait([task], timeout=0.01)
+            assert not task.done(), "a thread writes into the directory"
+        may_write.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    del task
+    gc.collect()
+    assert not errors
 
 
 @pytest.mark.parametrize(("role", "shown"), [(Role.ADAPTERS_WRITE, 0), (Role.ADMIN, 2)])
