@@ -28,6 +28,8 @@ _LATER = {"retry-after": "1", "retry-after-ms": "1000"}
 
 def decoded_as(body: bytes, kind: type[T]) -> T:
     """A body as a message. Raises ValueError if it is none, whatever is wrong with it."""
+    if not body or body.isspace():
+        raise ValueError("it is empty; send a JSON object, {} if no field is to be set")
     if len(body) > MAX_CONTAINERS:
         if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
             raise ValueError(f"JSON has more than {MAX_CONTAINERS} lists and objects; send less in one request")

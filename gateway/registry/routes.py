@@ -105,7 +105,7 @@ def registry_routes(
     """The routes, with their whole paths. `timeout_s` bounds the registration of an upload."""
     api = _Registry(upstream, bodies, settings, timeout_s)
     return [
-        Described(method, path, _responding(getattr(api, handler)), description)
+        Described(method, path, _responding(getattr(api, handler), description.query), description)
         for method, path, handler, description in _ROUTES
     ]
 
@@ -263,11 +263,18 @@ def _operation(operation: Any) -> messages.Operation:
     return shown
 
 
-def _responding(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """The handler, whose result becomes JSON, and whose refusals have the fields of the registry."""
+def _responding(handler: Handler, query: Mapping[str, str]) -> Callable[[Request], Awaitable[Response]]:
+    """The handler, whose result becomes JSON, and whose refusals have the fields of the registry.
+
+    `query`: the parameters that it reads. Others are refused.
+    """
 
     async def respond(request: Request) -> Response:
         try:
+            for name in request.query_params:
+                if name not in query:
+                    known = f"give {' or '.join(query)}" if query else "this route has none"
+                    raise refused(name[:64], f"is not a parameter of this route; {known}")
             content = await handler(request)
         except (Refusal, MotetError) as error:
             refusal = registry_refusal(error)

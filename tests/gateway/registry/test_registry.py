@@ -133,6 +133,17 @@ def test_adapters_come_in_pages(registry: Registry) -> None:
     for size in ("0", "1001", "-1", "x", "²"):
         refused = registry.send("GET", "/v1/adapters", params={"page_size": size})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "page_size"
+    for path, message in (
+        ("/v1/adapters?size=2", "size: is not a parameter of this route; give page_size or page_token"),
+        ("/v1/adapters/legal?size=2", "size: is not a parameter of this route; this route has none"),
+    ):
+        refused = registry.send("GET", path)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
+    empty = registry.send("POST", "/v1/adapters/legal/load")
+    assert empty.status_code == 400
+    assert empty.json()["error"]["message"] == (
+        "the body is not valid: it is empty; send a JSON object, {} if no field is to be set"
+    )
 
 
 def test_an_adapter_is_changed_loaded_pinned_and_unloaded(registry: Registry) -> None:
