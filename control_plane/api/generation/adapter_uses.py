@@ -79,12 +79,16 @@ def check_uses(request: generation_pb2.GenerateRequest, violations: Violations) 
     if request.combination and len(request.adapters) == 1:
         violations.add("combination", "is set with one adapter; leave it unset, or name two or more")
     uses = tuple(_checked_use(use, f"adapters[{index}]", violations) for index, use in enumerate(request.adapters))
+    combination = _COMBINATIONS[request.combination]
     for index, use in enumerate(uses):
         if use.adapter_id in [other.adapter_id for other in uses[:index]]:
-            violations.add(
-                f"adapters[{index}].name", f"names {use.adapter_id!r} again; name it once, with the sum of the scales"
-            )
-    return CheckedUses(uses, _COMBINATIONS[request.combination], is_list=True)
+            violations.add(f"adapters[{index}].name", f"names {use.adapter_id!r} again; {_once(combination)}")
+    return CheckedUses(uses, combination, is_list=True)
+
+
+def _once(combination: Combination) -> str:
+    """What to do about an adapter that is named twice. LINEAR sums square roots of scales, so no sum equals that."""
+    return "name it once" + ("" if combination is Combination.LINEAR else ", with the sum of the scales")
 
 
 def _checked_use(use: generation_pb2.AdapterUse, field: str, violations: Violations) -> CheckedUse:
@@ -110,7 +114,7 @@ def composition_of(checked: CheckedUses, resolved: Sequence[ResolvedAdapter]) ->
         if reason:
             problems.append(FieldViolation(f"adapters[{index}]", reason))
         if adapter.ref.digest in [other.ref.digest for other in resolved[:index]]:
-            reason = "is the same version as an adapter before it; name it once, with the sum of the scales"
+            reason = f"is the same version as an adapter before it; {_once(checked.combination)}"
             problems.append(FieldViolation(f"adapters[{index}]", reason))
     if problems:
         raise InvalidRequest(*problems)

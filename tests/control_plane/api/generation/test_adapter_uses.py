@@ -109,6 +109,18 @@ async def test_two_names_of_one_version_are_refused(api: Api) -> None:
     assert "name it once, with the sum of the scales" in (caught.value.details() or "")
 
 
+async def test_the_sum_of_the_scales_is_no_advice_where_square_roots_are_summed(api: Api) -> None:
+    """PEFT's linear combination of an adapter with itself has 4 times the product at scales of 1, not twice."""
+    add(api, "poet", DIGEST)
+    add(api, "twin", DIGEST)
+    for second in ("twin", "poet"):
+        uses = combined(("poet", 1.0), (second, 1.0), combination=generation_pb2.COMBINATION_LINEAR)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, uses)
+        details = caught.value.details() or ""
+        assert "name it once" in details and "sum of the scales" not in details
+
+
 async def test_an_adapter_that_does_not_exist_fails_the_whole_combination(api: Api) -> None:
     """The base model, or the other adapter alone, must not generate in its place."""
     add(api, "poet", DIGEST)
