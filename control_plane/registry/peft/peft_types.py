@@ -52,7 +52,7 @@ OTHER_TYPES = {
     "SHIRA": ("SHiRA", _MERGE),
     "SUPERTUNING": ("Super-Tuning", _PLAIN_TRAIN),
     "TINYLORA": ("TinyLoRA", _CONVERT),
-    "TRAINABLE_TOKENS": ("trainable tokens", _PLAIN_TRAIN + " on the embedding (target_modules)"),
+    "TRAINABLE_TOKENS": ("trainable tokens", _PLAIN_TRAIN + " with trainable_token_indices"),
     "UNILORA": ("Uni-LoRA", _CONVERT),
     "VBLORA": ("VB-LoRA", _CONVERT),
     "VERA": ("VeRA", _CONVERT),
