@@ -167,5 +167,9 @@ def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
         raise invalid_field("directory", f"{CONFIG_FILE}: alpha cannot be read: {error}") from error
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     if not math.isfinite(scaling) or scaling == 0:
-        raise invalid_field("directory", f"{CONFIG_FILE} gives {module} a scaling of {scaling:g}")
+        raise invalid_field(
+            "directory",
+            f"{CONFIG_FILE} gives {module} a scaling of {scaling:g}, by which rows cannot be divided again; register "
+            "PEFT's files instead",
+        )
     return scaling

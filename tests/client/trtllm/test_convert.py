@@ -140,6 +140,12 @@ def test_bare_rows_of_experts_get_their_names_from_the_base_model(tmp_path: Path
     assert len({pack(files, model, reported=reported)[0].digest for files in (bare, back)}) == 1
 
 
+def test_a_scaling_of_zero_is_refused_with_the_way_on(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    source = adapter(tmp_path / "peft", checkpoints["llama"], rank=4, alpha=0)
+    with pytest.raises(InvalidArgument, match=r"a scaling of 0, by which rows cannot .* register PEFT's files instead"):
+        peft_to_trtllm(source, tmp_path / "rows", base_model=checkpoints["llama"])
+
+
 def test_rows_of_experts_that_would_lose_something_are_refused(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "model", "mixtral")
     some = write_one_by_one(tmp_path / "some", base, experts=[0, 1])
