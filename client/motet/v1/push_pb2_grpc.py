@@ -50,7 +50,7 @@ class PushServiceServicer(object):
         """Registers a version from weights sent over this stream: a header, then chunks in order, then the end of the client's
         side. The same checks, the same packed bytes and so the same digest as for the files that PEFT
         would have written. A known name gets a new version, which becomes the active one; new requests get it from the moment
-        that it is in the host cache and in a worker's arena, before it is durable. The response comes when it is durable. A
+        that it is in the arena of each worker that loads it, before it is durable. The response comes when it is durable. A
         call that fails registers nothing: the version before it is active again. Streams that run keep their version. Limits
         and time limits are those of UploadAdapter.
         """
