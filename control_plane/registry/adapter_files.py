@@ -10,6 +10,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 WEIGHTS_ARRAY = "model.lora_weights.npy"
 ROWS_ARRAY = "model.lora_config.npy"
 EXACT_ARRAY = "model.lora_exact.npy"
+_PICKLE = "adapter_model.bin"  # PEFT's in place of WEIGHTS_FILE; loading it can run code
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -53,6 +54,19 @@ ALL_NAMES = tuple(dict.fromkeys(name for known in FORMATS for name in known.name
 def format_of(names: Collection[str]) -> AdapterFormat:
     """TensorRT-LLM's where one of its two arrays is among the names, and PEFT's otherwise."""
     return TRTLLM if any(name in names for name in TRTLLM.required) else PEFT
+
+
+def missing_file(name: str, written: AdapterFormat, present: Collection[str]) -> str:
+    """What to say of a place that has files of these names and lacks one that the format requires."""
+    if name == WEIGHTS_FILE and _PICKLE in present:
+        return (
+            f"has its weights only as {_PICKLE}, a pickle, which can run code and is refused; load the adapter with "
+            "PEFT where you trust it and save it again with save_pretrained"
+        )
+    shards = [other for other in present if other.startswith("adapter_model-") and other.endswith(".safetensors")]
+    if name == WEIGHTS_FILE and shards:
+        return f"has no {name}; its weights are in {len(shards)} shards: join them into one {WEIGHTS_FILE}"
+    return f"has no {name}; name a directory that {written.written_by} wrote"
 
 
 def names_error(names: Collection[str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from control_plane.checks import refuse
 from control_plane.errors import PathNotAllowed
-from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY, WEIGHTS_FILE
+from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY, WEIGHTS_FILE, missing_file
 from control_plane.signatures.verifier import SIGNATURE_FILE
 
 
@@ -30,15 +30,20 @@ def find_files(directory: Path, described: str, *, below: Path | None) -> dict[s
                 ) from None
             if name not in written.required:  # not every adapter is signed
                 continue
-            raise refuse(
-                "source", f"{described} has no {name}; name a directory that {written.written_by} wrote"
-            ) from None
+            raise refuse("source", f"{described} {missing_file(name, written, _names(directory))}") from None
         if below is not None and not path.is_relative_to(below):
             raise PathNotAllowed(f"{described} leads out of its root")
         if not path.is_file():
             raise refuse("source", f"{described}: {name} is not a file")
         files[name] = path
     return files
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir()]
+    except OSError:  # it is not there, or may not be read
+        return []
 
 
 def _exists(path: Path) -> bool:

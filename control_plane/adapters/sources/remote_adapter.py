@@ -9,7 +9,7 @@ from typing import Protocol
 
 from control_plane.checks import quoted, refuse
 from control_plane.errors import InvalidRequest
-from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY, WEIGHTS_FILE
+from control_plane.registry.adapter_files import PEFT, TRTLLM, WEIGHTS_ARRAY, WEIGHTS_FILE, missing_file
 from control_plane.signatures.verifier import SIGNATURE_FILE
 
 WAIT_LIMIT_S = 30.0  # longest wait that a server's Retry-After gets
@@ -74,7 +74,7 @@ def adapter_names(source: str, present: Mapping[str, int]) -> list[str]:
         raise refuse("source", f"{quoted(source)} has {WEIGHTS_ARRAY} and {WEIGHTS_FILE}; keep one of the two")
     for name in written.required:
         if name not in present:
-            raise refuse("source", f"{quoted(source)} has no {name}; name a directory that {written.written_by} wrote")
+            raise refuse("source", f"{quoted(source)} {missing_file(name, written, present)}")
     return [name for name in (*written.names, SIGNATURE_FILE) if name in present]
 
 

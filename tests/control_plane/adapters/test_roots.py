@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.adapters.roots import AdapterRoots
+from control_plane.adapters.sources.remote_adapter import adapter_names
 from control_plane.errors import InvalidRequest, StoreUnavailable
 from control_plane.registry.adapter_files import CONFIG_FILE, EXACT_ARRAY, ROWS_ARRAY, WEIGHTS_ARRAY, WEIGHTS_FILE
 from control_plane.registry.peft.ingest import FILE_NAMES
@@ -54,6 +55,26 @@ async def test_a_link_to_nothing_is_refused_and_not_left_out(tmp_path: Path) -> 
     (directory / "tokenizer.json").symlink_to(directory / "blobs" / "4d7a")
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json is a link to a file that is not there"):
         await roots.files("team/adapter")
+    roots.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["adapter_model.bin"], r"only as adapter_model\.bin, a pickle.* save it again with save_pretrained"),
+        ([f"adapter_model-0000{n}-of-00002.safetensors" for n in (1, 2)], "its weights are in 2 shards: join them"),
+        ([], r"has no adapter_model\.safetensors; name a directory that PEFT's save_pretrained wrote"),
+    ],
+)
+async def test_what_lies_there_in_place_of_the_weights_is_named(tmp_path: Path, names: list[str], words: str) -> None:
+    directory, roots = tmp_path / "adapter", AdapterRoots({"team": tmp_path})
+    directory.mkdir()
+    for name in (CONFIG_FILE, *names):
+        (directory / name).write_text("x")
+    with pytest.raises(InvalidRequest, match=words):
+        await roots.files("team/adapter")
+    with pytest.raises(InvalidRequest, match=words):  # of a Hub or a bucket
+        adapter_names("team/adapter", dict.fromkeys((CONFIG_FILE, *names), 1))
     roots.close()
 
 
