@@ -79,8 +79,10 @@ def load_adapters(engine: TorchEngine, model_dir: Path, adapter_dirs: Sequence[P
 class Driver:
     """Sends plans to one engine. Rows take slots 0 to num_adapters - 1 in turn, none where that is 0."""
 
-    def __init__(self, engine: TorchEngine, seed: int = 0) -> None:
+    def __init__(self, engine: TorchEngine, seed: int = 0, *, is_checked: bool = True) -> None:
+        """Without is_checked logits may be anything: of an engine that computes nothing."""
         self.engine = engine
+        self._is_checked = is_checked
         self._rng = np.random.default_rng(seed)
         self._step_id = 0
         self._num_rows = 0
@@ -149,4 +151,6 @@ class Driver:
         self._check(self.engine.execute(plan))
 
     def _check(self, output: StepOutput) -> None:
-        assert len(output.failed_rows) == 0, f"step {output.step_id}: rows whose logits are not finite"
+        assert not self._is_checked or len(output.failed_rows) == 0, (
+            f"step {output.step_id}: rows whose logits are not finite"
+        )

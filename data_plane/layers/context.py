@@ -11,6 +11,8 @@ from data_plane.adapters.step.lora_step import LoraStep
 from data_plane.adapters.step.row_step import RowStep
 from kernels.paged_attention import AttentionBatch, RowBatch
 
+TableHalves = tuple[torch.Tensor, torch.Tensor]
+
 
 class StepContext:
     """The current step; between steps everything is None."""
@@ -23,6 +25,19 @@ class StepContext:
         # Rows of embedding and head that adapters replace, for all tokens and for those that the head sees.
         self.rows: RowStep | None = None
         self.head_rows: RowStep | None = None
+        # The tables of the step's tokens as transformers makes them, and the halves that rotations read.
+        self._tables: tuple[TableHalves, TableHalves] | None = None
+
+    def halves(self, tables: TableHalves) -> TableHalves:
+        """cos and sin [num_tokens, n] of tables [1, num_tokens, 2 n], which hold every value twice.
+
+        All layers of a step have the same tables, mostly, and cut them once.
+        """
+        if self._tables is None or self._tables[0] is not tables:
+            half = tables[0].shape[-1] // 2
+            cos, sin = (table[0, :, :half] for table in tables)
+            self._tables = (tables, (cos, sin))
+        return self._tables[1]
 
     def begin(
         self,
@@ -49,3 +64,4 @@ class StepContext:
         self.head_lora = None
         self.rows = None
         self.head_rows = None
+        self._tables = None

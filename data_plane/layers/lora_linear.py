@@ -73,16 +73,11 @@ class LoraLinear(nn.Linear):
         For gate and up: no adapter's rows replace their output, and only the gate reads it.
         """
         lora = self.context.head_lora if self.is_head else self.context.lora
-        x = input.reshape(-1, self.in_features)
-        shrunk = None
-        if lora is not None and self.target_names:
-            shrunk = lora.shrink(self.target_names, x)  # on a GPU beside the product
-        if self.packed is None:
-            output = unpacked_linear(input, self.weight, self.bias)
-        else:
-            output = self.packed.linear(input, self.bias)
         if lora is None or not self.target_names:
-            return output, None
+            return self._base_product(input), None
+        x = input.reshape(-1, self.in_features)
+        shrunk = lora.shrink(self.target_names, x)  # on a GPU beside the product
+        output = self._base_product(input)
         y = output.view(-1, self.out_features)
         if shrunk is not None:
             return output, lora.expand(shrunk, x, y)
@@ -91,6 +86,11 @@ class LoraLinear(nn.Linear):
         else:
             lora.apply_group(self.target_names, x, y)
         return output, None
+
+    def _base_product(self, input: torch.Tensor) -> torch.Tensor:
+        if self.packed is None:
+            return unpacked_linear(input, self.weight, self.bias)
+        return self.packed.linear(input, self.bias)
 
     def target_weight(self, index: int) -> torch.Tensor | Fp8Rows:
         """[out, in] of one of the linears; a copy where the weight is packed for a CPU."""

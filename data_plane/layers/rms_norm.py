@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -24,13 +22,15 @@ class RmsNorm(nn.Module):
         self.eps = eps
         self.weight_offset = weight_offset  # 1 for Gemma
         self.fp8: Fp8Activations | None = None  # keeps the FP8 form of the norm, for the linears behind it
-        self._ready: tuple[torch.Tensor, torch.Tensor] | None = None  # a stream and its norm
+        # A stream and its norm, or nothing. In place: a module's attributes are slow to set.
+        self._ready: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The norm, of the shape of hidden_states [..., n]."""
-        ready, self._ready = self._ready, None
-        if ready is not None and ready[0] is hidden_states:
-            return ready[1]
+        if self._ready:
+            stream, normed = self._ready.pop()
+            if stream is hidden_states:
+                return normed
         return self._norm(hidden_states.reshape(-1, hidden_states.shape[-1]), hidden_states.shape)
 
     def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
@@ -49,14 +49,14 @@ class RmsNorm(nn.Module):
 
     def keep(self, stream: torch.Tensor, normed: torch.Tensor) -> None:
         """Let the forward pass of `stream` return `normed`, its norm."""
-        self._ready = (stream, normed)
+        self._ready[:] = [(stream, normed)]
 
-    def _norm(self, x: torch.Tensor, shape: torch.Size, **added: Any) -> torch.Tensor:
-        """The norm of rows x [T, n] in this shape. added: the residual of kernels.rms_norm."""
-        added |= {"weight_offset": self.weight_offset}
+    def _norm(self, x: torch.Tensor, shape: torch.Size, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of rows x [T, n] in this shape, for `residual` see kernels.rms_norm."""
+        offset = self.weight_offset
         if self.fp8 is None:
-            return rms_norm(x, self.weight, self.eps, **added).view(shape)
-        rows, codes = rms_norm_fp8(x, self.weight, self.eps, **added)
+            return rms_norm(x, self.weight, self.eps, residual=residual, weight_offset=offset).view(shape)
+        rows, codes = rms_norm_fp8(x, self.weight, self.eps, residual=residual, weight_offset=offset)
         normed = rows.view(shape)
         self.fp8.keep(self, normed, codes)
         return normed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class RotaryAttention(nn.Module):
         self.k_norm: RmsNorm | None = norms[1] if norms else None
         self.heads = heads
         self.widths = _widths(qkv, heads)
+        sizes = {width // count for width, count in zip(self.widths, heads, strict=True)}
+        self.head_size = sizes.pop() if len(sizes) == 1 else None  # the one of query, key and value; None: they differ
         self.settings = settings
 
     def forward(
@@ -48,18 +51,24 @@ class RotaryAttention(nn.Module):
         """
         num_tokens = hidden_states.shape[1]
         joint: Any = self.qkv(hidden_states)
-        query, key, value = joint[0].split(self.widths, dim=1)
         norm = self.head_norm
         if norm is None and self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm.of_rows(query), self.k_norm.of_rows(key)
-        half = position_embeddings[0].shape[-1] // 2
-        cos, sin = (table[0, :, :half] for table in position_embeddings)
-        query, key, value = (
-            part.unflatten(1, (count, -1)) for part, count in zip((query, key, value), self.heads, strict=True)
-        )
-        rotation = Rotation(cos, sin, norm)
+            query, key, value = joint[0].split(self.widths, dim=1)
+            normed = (self.q_norm.of_rows(query), self.k_norm.of_rows(key), value)
+            query, key, value = (part.unflatten(1, (count, -1)) for part, count in zip(normed, self.heads, strict=True))
+        else:
+            query, key, value = self._split(joint[0])
+        rotation = Rotation(*self.qkv.context.halves(position_embeddings), norm)
         out = attention_of(self).attend_rotated(query, key, value, rotation, self.settings)
         return self.o_proj(out.reshape(1, num_tokens, -1)), None
+
+    def _split(self, rows: Any) -> Sequence[torch.Tensor]:
+        """Query, key and value [T, heads, size] of the joint product [T, n], in its memory."""
+        if self.head_size is not None:
+            parts: Sequence[Any] = rows.view(-1, sum(self.heads), self.head_size).split_with_sizes(self.heads, dim=1)
+            return parts
+        parts = rows.split_with_sizes(self.widths, dim=1)
+        return [part.unflatten(1, (count, -1)) for part, count in zip(parts, self.heads, strict=True)]
 
     @property
     def head_norm(self) -> HeadNorm | None:

@@ -26,9 +26,9 @@ def gated_activation(x: torch.Tensor, activation: str, expansion: Expansion | No
     if (folded := _folded(x, activation, expansion)) is not None:
         return folded
     if runs_triton(x) and x.stride(1) == 1:
-        from kernels.gated_activation import triton_kernel
+        from kernels.gated_activation.triton_kernel import gated_activation as launch
 
-        return triton_kernel.gated_activation(x, activation)
+        return launch(x, activation)
     if native.can_serve(x):
         return native.gated_activation(x, activation)
     return cpu.gated_activation(x, activation)
@@ -41,9 +41,9 @@ def gated_activation_fp8(
     if (folded := _folded(x, activation, expansion)) is not None:
         return folded, quantize_rows(folded)
     if runs_triton(x) and x.stride(1) == 1 and x.shape[1] // 2 <= MAX_FP8_WIDTH:
-        from kernels.gated_activation import triton_kernel
+        from kernels.gated_activation.triton_kernel import gated_activation_fp8 as launch
 
-        return triton_kernel.gated_activation_fp8(x, activation, has_values=has_values)
+        return launch(x, activation, has_values=has_values)
     y = gated_activation(x, activation)
     return y, quantize_rows(y)
 
@@ -62,9 +62,10 @@ def _folded(x: torch.Tensor, activation: str, expansion: Expansion | None) -> to
     if expansion.y is not x:
         raise ValueError("the expansion is of another tensor than x")
     if runs_triton(x):
-        from kernels.gated_activation import triton_folded
+        from kernels.gated_activation.triton_folded import gated_activation as launch
+        from kernels.gated_activation.triton_folded import tile_columns
 
-        if (columns := triton_folded.tile_columns(expansion)) is not None:
-            return triton_folded.gated_activation(expansion, activation, columns)
+        if (columns := tile_columns(expansion)) is not None:
+            return launch(expansion, activation, columns)
     expansion.add()
     return None

@@ -73,6 +73,6 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     check_devices(x=x, weight=weight, bias=bias)
     if not runs_triton(x):
         return torch.nn.functional.linear(x, weight, bias)
-    from kernels.linear import triton_row
+    from kernels.linear.triton_row import row_linear as launch
 
-    return triton_row.row_linear(x, weight, bias)
+    return launch(x, weight, bias)

@@ -113,13 +113,13 @@ def lora_shrink(x: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, 
     if planes == 1:
         _shrink(x, group, h[0], segments, 1.0)
         return h
-    from kernels.lora import triton_shrink
+    from kernels.lora.triton_shrink import shrink as launch
 
     _check_rows("x", x, segments, group, group.in_features)
     joined = None
     if segments.num_done is not None and group.num_modules * ceil_div(h.shape[3], MIN_RANKS) <= COUNTS:
         joined = _empty_h(1, group.num_modules, segments.num_tokens, max_rank, x.device)
-    triton_shrink.shrink(x, h, group, segments, joined=joined)
+    launch(x, h, group, segments, joined=joined)
     return h if joined is None else joined
 
 
@@ -221,9 +221,9 @@ def _shrink(x: torch.Tensor, group: ModuleGroup, h: torch.Tensor, segments: Adap
     _check_h(h[None], group, segments)
     check_devices(x=x, h=h)
     if runs_triton(x):
-        from kernels.lora import triton_shrink
+        from kernels.lora.triton_shrink import shrink as launch
 
-        triton_shrink.shrink(x, h[None], group, segments, scaling=scaling)
+        launch(x, h[None], group, segments, scaling=scaling)
     elif _runs_native(group, h, segments, x):
         native.shrink(x, h, group, segments, scaling=scaling)
     else:
@@ -243,9 +243,9 @@ def _expand(
     _check_h(h, group, segments)
     check_devices(y=y, h=h)
     if runs_triton(y):
-        from kernels.lora import triton_expand
+        from kernels.lora.triton_expand import expand as launch
 
-        triton_expand.expand(h, y, group, segments, add_inputs=add_inputs, epilogue=epilogue)
+        launch(h, y, group, segments, add_inputs=add_inputs, epilogue=epilogue)
     elif len(h) == 1 and _runs_native(group, h[0], segments, y):
         native.expand(h[0], y if add_inputs else y.zero_(), group, segments, epilogue)
     else:

@@ -123,8 +123,9 @@ def _attend(
         alibi_slopes=options.alibi_slopes,
     )
     if runs_triton(query):
-        from kernels.paged_attention import triton_kernel
+        from kernels.paged_attention.triton_kernel import can_serve
+        from kernels.paged_attention.triton_kernel import paged_attention as launch
 
-        if triton_kernel.can_serve(key_cache, value_cache):
-            return triton_kernel.paged_attention(query, key_cache, value_cache, batch, options)
+        if can_serve(key_cache, value_cache):
+            return launch(query, key_cache, value_cache, batch, options)
     return cpu.paged_attention(query.contiguous(), key_cache, value_cache, batch.on_host(), options)

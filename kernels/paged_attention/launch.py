@@ -105,7 +105,7 @@ class Sizes:
     @classmethod
     def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Sizes:
         """Of query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] and [..., Dv]."""
-        dtype, cache = (str(tensor.dtype).removeprefix("torch.") for tensor in (query, key_cache))
+        dtype, cache = _dtype_name(query.dtype), _dtype_name(key_cache.dtype)
         return cls(dtype, cache, max(query.shape[2], value_cache.shape[3]), query.shape[1] // key_cache.shape[2])
 
 
@@ -120,3 +120,16 @@ def decode_launch(device_name: str | None, sizes: Sizes) -> DecodeLaunch:
 def prefill_launch(device_name: str | None, sizes: Sizes) -> PrefillLaunch:
     """What was measured for such a model on the device, or the default."""
     return tuned("paged_attention_prefill", PrefillLaunch.default(sizes), device_name, **asdict(sizes))
+
+
+@lru_cache(maxsize=256)
+def launches(
+    device_name: str | None, dtype: torch.dtype, cache: torch.dtype, dim: int, group: int
+) -> tuple[DecodeLaunch, PrefillLaunch]:
+    """Both launches of a model, by what Sizes says of it: a look-up without names of dtypes."""
+    sizes = Sizes(_dtype_name(dtype), _dtype_name(cache), dim, group)
+    return decode_launch(device_name, sizes), prefill_launch(device_name, sizes)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -30,9 +30,9 @@ def rms_norm(
     """
     _check(x, weight, residual)
     if _is_one_launch(x, weight, residual):
-        from kernels.rms_norm import triton_kernel
+        from kernels.rms_norm.triton_kernel import rms_norm as launch
 
-        return triton_kernel.rms_norm(x, weight, eps, residual, weight_offset)
+        return launch(x, weight, eps, residual, weight_offset)
     if native.can_serve(x, weight, residual):
         return native.rms_norm(x, weight, eps, residual, weight_offset)
     return cpu.rms_norm(x, weight, eps, residual, weight_offset)
@@ -49,9 +49,9 @@ def rms_norm_fp8(
     """rms_norm, and quantize_rows of its result."""
     _check(x, weight, residual)
     if _is_one_launch(x, weight, residual):
-        from kernels.rms_norm import triton_kernel
+        from kernels.rms_norm.triton_kernel import rms_norm_fp8 as launch
 
-        return triton_kernel.rms_norm_fp8(x, weight, eps, residual, weight_offset)
+        return launch(x, weight, eps, residual, weight_offset)
     y = rms_norm(x, weight, eps, residual=residual, weight_offset=weight_offset)
     return y, quantize_rows(y)
 
@@ -66,6 +66,5 @@ def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None)
 
 def _is_one_launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> bool:
     """Whether the GPU's kernel serves these."""
-    tensors = [x, weight] if residual is None else [x, weight, residual]
-    is_dense = all(tensor.stride(-1) == 1 for tensor in tensors)
+    is_dense = x.stride(1) == 1 and weight.stride(0) == 1 and (residual is None or residual.stride(1) == 1)
     return runs_triton(x) and is_dense and x.shape[1] <= MAX_TRITON_HIDDEN

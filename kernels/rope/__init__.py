@@ -33,9 +33,9 @@ def apply_rope(
     """
     _check(query, key, positions, cos, sin, norm)
     if _runs_triton(query, key, positions, cos, sin, norm):
-        from kernels.rope import triton_kernel
+        from kernels.rope.triton_kernel import apply_rope as launch
 
-        triton_kernel.apply_rope(query, key, positions, cos, sin, norm, None)
+        launch(query, key, positions, cos, sin, norm, None)
     elif native.can_serve(query, key, cos, sin, norm):
         native.apply_rope(query, key, positions, cos, sin, norm, None)
     else:
@@ -62,9 +62,9 @@ def apply_rope_and_store_kv(
     is_one_launch = _runs_triton(query, key, positions, cos, sin, norm) and runs_triton(key_cache)
     is_one_launch = is_one_launch and value.stride(2) == 1 and kv_positions.is_contiguous()
     if is_one_launch:
-        from kernels.rope import triton_kernel
+        from kernels.rope.triton_kernel import apply_rope as launch
 
-        triton_kernel.apply_rope(query, key, positions, cos, sin, norm, store)
+        launch(query, key, positions, cos, sin, norm, store)
     elif native.can_serve(query, key, cos, sin, norm) and stores.can_serve(key, *store):
         native.apply_rope(query, key, positions, cos, sin, norm, store)
     else:

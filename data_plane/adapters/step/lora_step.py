@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -43,6 +43,17 @@ class ModuleNeeds:
     max_rank: npt.NDArray[np.int32]  # 0: no adapter of the step targets the module
     has_vectors: npt.NDArray[np.bool_]  # an adapter of the step has a vector there
     max_rank_of_all: int
+    # Of rows (first, end) of the table: the greatest rank, and whether there are vectors. All steps of these adapters
+    # need them, at each linear.
+    _found: dict[tuple[int, int], tuple[int, bool]] = field(default_factory=dict)
+
+    def of_rows(self, rows: slice) -> tuple[int, bool]:
+        """The greatest rank at these target modules, 0 if no adapter targets them; whether one has a vector there."""
+        key = (rows.start, rows.stop)
+        if key not in self._found:
+            max_rank = int(self.max_rank[rows].max())
+            self._found[key] = (max_rank, max_rank > 0 and bool(self.has_vectors[rows].any()))
+        return self._found[key]
 
     @classmethod
     def of(cls, table: SlotTable, columns: npt.NDArray[np.intp]) -> ModuleNeeds:
@@ -270,8 +281,7 @@ class LoraStep:
 
     def _needs_of(self, group: TableGroup) -> tuple[int, Epilogue | None]:
         """The greatest rank of the group in this step, 0 if no adapter targets it, and what its expand needs."""
-        max_rank = int(self._needs.max_rank[group.rows].max())
-        has_vectors = max_rank > 0 and bool(self._needs.has_vectors[group.rows].any())
+        max_rank, has_vectors = self._needs.of_rows(group.rows)
         return max_rank, group.epilogue if has_vectors else None
 
 
