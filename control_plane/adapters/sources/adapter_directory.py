@@ -24,13 +24,14 @@ def find_files(directory: Path, described: str, *, below: Path | None) -> dict[s
         try:
             path = (directory / name).resolve(strict=True)
         except (OSError, RuntimeError):
-            if (directory / name).is_symlink():
+            present = _names(directory)
+            if name in present:
                 raise refuse(
                     "source", f"{described}: {name} is a link to a file that is not there; put it there, or remove it"
                 ) from None
             if name not in written.required:  # not every adapter is signed
                 continue
-            raise refuse("source", f"{described} {missing_file(name, written, _names(directory))}") from None
+            raise refuse("source", f"{described} {missing_file(name, written, present)}") from None
         if below is not None and not path.is_relative_to(below):
             raise PathNotAllowed(f"{described} leads out of its root")
         if not path.is_file():

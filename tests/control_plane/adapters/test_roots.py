@@ -55,6 +55,8 @@ async def test_a_link_to_nothing_is_refused_and_not_left_out(tmp_path: Path) -> 
     (directory / "tokenizer.json").symlink_to(directory / "blobs" / "4d7a")
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json is a link to a file that is not there"):
         await roots.files("team/adapter")
+    with pytest.raises(InvalidRequest, match=r"has no adapter_config\.json"):
+        await roots.files(f"team/{'x' * 300}")  # too long a name for the file system
     roots.close()
 
 
