@@ -55,7 +55,7 @@ def cases(facts: Facts) -> Iterator[Case]:
         ("no task id", messages(files, lora_task_id=None), "header.request.lora_task_id"),
         ("no files", messages({}), "header.files"),
         ("one file", messages({WEIGHTS_FILE: weights}), "header.files"),
-        ("an unknown file", messages({**files, "run.py": b"x"}), "header.files[2].name"),
+        ("an unknown file", messages({**files, "run.sh": b"x"}), "header.files[2].name"),
         ("the header twice", [header, *good], "header"),
         ("only the header", [header], "header.files[0].size_bytes"),
         ("the last chunk missing", good[:-1], "header.files[1].size_bytes"),

@@ -62,7 +62,7 @@ def _header(fields: dict[str, Any], files: dict[str, bytes]) -> list[pb.UploadAd
 
 
 def _headers(files: dict[str, bytes]) -> Iterator[Case]:
-    other = {**files, "run.py": b"print(1)"}
+    other = {**files, "run.sh": b"print(1)"}
     config, weights = files[CONFIG_FILE], files[WEIGHTS_FILE]
     good_hash = sha256(config)
     bad: list[tuple[str, list[Any]]] = [
@@ -75,7 +75,7 @@ def _headers(files: dict[str, bytes]) -> Iterator[Case]:
         ("visibility", [4, -1]),
         (
             "files[0].name",
-            ["", "run.py", "../x", f"/{CONFIG_FILE}", CONFIG_FILE.upper(), f"{CONFIG_FILE}\0", "é", "x" * 9999],
+            ["", "run.sh", "../x", f"/{CONFIG_FILE}", CONFIG_FILE.upper(), f"{CONFIG_FILE}\0", "é", "x" * 9999],
         ),
         ("files[1].name", ["adapter_model.bin", "adapter_model.safetensors.index.json", f"./{WEIGHTS_FILE}"]),
         (
