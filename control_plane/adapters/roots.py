@@ -4,6 +4,7 @@ path.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class AdapterRoots:
         if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts) or len(source) > 1024:
             raise PathNotAllowed(f"source {quoted(source)}: not a plain relative path below its root")
         directory = root.joinpath(*parts)
-        if "@" in parts[-1] and not directory.exists():
+        if "@" in parts[-1] and not os.path.exists(directory):  # noqa: PTH110 - Path.exists raises for a long name
             raise refuse(
                 "source", f"{quoted(source)}: there is none, and a directory has no @revision; name the path alone"
             )

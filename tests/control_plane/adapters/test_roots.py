@@ -104,6 +104,8 @@ async def test_a_revision_of_a_directory_is_refused_as_such(tmp_path: Path) -> N
     (tmp_path / "poet").mkdir()
     with pytest.raises(InvalidRequest, match=r"'team/poet@v1': there is none, and a directory has no @revision"):
         await roots.files("team/poet@v1")
+    with pytest.raises(InvalidRequest, match="a directory has no @revision"):
+        await roots.files(f"team/{'a' * 300}@v1")
     (tmp_path / "poet@v1").mkdir()
     for name in FILE_NAMES:
         (tmp_path / "poet@v1" / name).write_text("x")
