@@ -9,8 +9,10 @@ from collections.abc import Mapping
 
 import grpc
 from motet import MotetError
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+CLIENT_CLOSED = 499  # nobody reads it, the metrics count it
 MAX_MESSAGE_CHARS = 2000  # of a message, which may repeat what the caller sent
 
 _STATUS_BY_CODE: Mapping[grpc.StatusCode, int] = {
@@ -67,3 +69,8 @@ def closing_response(status: int, message: str) -> JSONResponse:
     """The refusal of a request that no protocol's handler gets. The connection is closed behind it."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": error}, status, headers={"connection": "close"})
+
+
+async def client_gone(_request: Request, _error: Exception) -> Response:
+    """The end of a request whose client left before its body was there, or before the response."""
+    return Response(status_code=CLIENT_CLOSED)

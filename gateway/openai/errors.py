@@ -36,6 +36,8 @@ _FIELDS: Mapping[str, str] = {
 }
 # A message of a conversation, as the SDK names it and as the server does.
 _MESSAGE = re.compile(r"(?:prompt|chat\.messages)(\[\d+\].*)")
+# Groups of Motet's fields, which bodies do not have.
+_GROUP = re.compile(r"\b(?:chat|decoding|sampling|stopping)\.(?=[a-z])")
 _LONGEST_RETRY_S = 120.0  # clients give up on more
 _FIELD_IN_MESSAGE = re.compile(r"unknown field `([^`]{1,100})`|required field `([^`]{1,100})`|at `\$\.([a-z_]{1,100})")
 
@@ -150,4 +152,4 @@ def _with_param(message: str, error: MotetError, param: str | None) -> str:
     if param is None or not message.startswith(f"{path}:"):
         return message
     name = param if _MESSAGE.fullmatch(path) else "".join(_names_of(path))
-    return name + message.removeprefix(path)
+    return name + _GROUP.sub("", message.removeprefix(path))

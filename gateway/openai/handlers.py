@@ -7,17 +7,15 @@ from typing import Any, TypeVar
 
 from motet import MotetError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.http.bodies import Bodies, decoded_as
-from gateway.http.errors import Refusal
+from gateway.http.errors import Refusal, client_gone
 from gateway.openai.errors import error_body, refusal_of, renamed, undecodable
 from gateway.openai.responses import ClientGone
 
 T = TypeVar("T")
-
-_CLIENT_CLOSED = 499  # nobody reads it
 
 
 async def decoded(bodies: Bodies, request: Request, kind: type[T]) -> T:
@@ -50,13 +48,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return JSONResponse(error_body(refusal), status_code=refusal.status, headers=headers)
 
 
-async def _client_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED)
-
-
 EXCEPTION_HANDLERS: Mapping[Any, Callable[[Request, Exception], Any]] = {
     Refusal: _refused,
     MotetError: _refused,
     HTTPException: _no_route,
-    ClientGone: _client_gone,
+    ClientGone: client_gone,
+    ClientDisconnect: client_gone,  # before the whole body was there
 }

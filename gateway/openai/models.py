@@ -21,7 +21,7 @@ from contract.ids import is_adapter_id
 from gateway.openai.errors import unknown_model
 
 _DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
-_VERSION = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_VERSION = re.compile(r"[1-9][0-9]{0,9}|[a-z][a-z0-9_-]{0,62}")  # its number, or a label
 MAX_LISTED = 1000
 # How long the base model's name is kept. A request for it names the fingerprint too, so that another model, which was
 # started at the same address meanwhile, refuses it.

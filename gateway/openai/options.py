@@ -117,7 +117,7 @@ def chat_options(body: ChatBody, choice: ToolChoice) -> GenerateOptions:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise refused("max_tokens", "differs from max_completion_tokens, which replaces it; leave one of them out")
     options["max_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise refused("top_logprobs", "needs logprobs; give true, or leave top_logprobs out")
     if body.logprobs:
         _set_logprobs(options, "top_logprobs", body.top_logprobs or 0)

@@ -10,13 +10,13 @@ from typing import Any
 from motet import MotetError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from gateway.http.bodies import Bodies
 from gateway.http.described import JSON, Described, Description
-from gateway.http.errors import Refusal
+from gateway.http.errors import Refusal, client_gone
 from gateway.http.keys import Keys
 from gateway.http.upstream import Upstream
 from gateway.tinker import messages
@@ -80,7 +80,13 @@ def tinker_routes(upstream: Upstream, samples: Samples, bodies: Bodies, base_nam
 def tinker_app(routes: Sequence[Described]) -> ASGIApp:
     """The protocol as an ASGI application, to be mounted at `/api/v1`."""
     app = Starlette(
-        routes=routes, exception_handlers={Refusal: _refused, MotetError: _refused, HTTPException: _no_route}
+        routes=routes,
+        exception_handlers={
+            Refusal: _refused,
+            MotetError: _refused,
+            HTTPException: _no_route,
+            ClientDisconnect: client_gone,
+        },
     )
     return Keys(app, prefix=KEY_PREFIX)
 

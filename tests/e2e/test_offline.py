@@ -252,3 +252,31 @@ def test_the_server_stops_with_the_program_that_has_it(
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     assert how == "kill" or list(tmp_path.iterdir()) == []
+
+
+FORKING = """
+import atexit, os, sys
+from motet import LLM, FailedPrecondition
+with LLM(sys.argv[1], work_dir=sys.argv[2], use_tqdm=False, device="cpu", threads=1, num_blocks=64) as llm:
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("a", use_tqdm=False)
+        except FailedPrecondition as error:
+            print(error.message, flush=True)
+        llm.close()
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(os.listdir(sys.argv[2]) != [], len(llm.generate("a", {"max_tokens": 3}, use_tqdm=False)), flush=True)
+"""
+
+
+def test_a_fork_is_refused_and_leaves_the_server_alone(made: tuple[Path, dict[str, Path]], tmp_path: Path) -> None:
+    """It has no thread to run its requests, which waited for ever, and its end removed the server's directory."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "client")])}
+    command = [sys.executable, "-c", FORKING, str(made[0]), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=True)
+    said, left = done.stdout.splitlines()
+    assert "of which this one is a fork; make another LLM here" in said
+    assert left == "True 1" and list(tmp_path.iterdir()) == []

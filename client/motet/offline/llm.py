@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import Any, Self, TypeVar, Unpack
 from motet.adapters.files import paths_of
 from motet.aio import AsyncClient
 from motet.client import Client
-from motet.errors import MotetError, client_closed, invalid_field
+from motet.errors import FailedPrecondition, MotetError, client_closed, invalid_field
 from motet.inputs.conversations import ConversationOptions
 from motet.offline.batch import LoopThread, run_all
 from motet.offline.inputs import (
@@ -302,8 +304,9 @@ class _Parts:
     """What an LLM has to close. It does not know its LLM, so that one which nobody has any more is closed."""
 
     def __init__(self, work_dir: PathLike | None, flags: Sequence[str]) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="motet-llm-", dir=work_dir, ignore_cleanup_errors=True)
-        self._server = PrivateServer(Path(self._directory.name), flags)
+        self._process_id = os.getpid()
+        self._directory = Path(tempfile.mkdtemp(prefix="motet-llm-", dir=work_dir))
+        self._server = PrivateServer(self._directory, flags)
         self._loop = LoopThread()
         self._client: Client | None = None
         self._async_client: AsyncClient | None = None
@@ -312,7 +315,8 @@ class _Parts:
 
     @property
     def client(self) -> Client:
-        """Raises Cancelled after close()."""
+        """Raises Cancelled after close(), FailedPrecondition in a process that was forked since."""
+        self._check_process()
         if self._client is None or self._is_closed:
             raise client_closed()
         return self._client
@@ -333,18 +337,28 @@ class _Parts:
         self._ended = asyncio.create_task(self._server.wait_end())
 
     def run(self, work: Callable[[asyncio.Task[MotetError]], Any]) -> Any:
-        """The result of `work`, which gets the task that ends with the server."""
+        """The result of `work`, which gets the task that ends with the server. Raises as `client` does."""
+        self._check_process()
         if self._ended is None or self._is_closed:
             raise client_closed()
         return self._loop.run(work(self._ended))
 
     def close(self) -> None:
+        if os.getpid() != self._process_id:
+            return  # a fork has neither the loop's thread nor a child to stop: the server is the other process's
         self._is_closed = True
         if self._client is not None:
             self._client.close()
         self._loop.run(self._stop())
         self._loop.stop()
-        self._directory.cleanup()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process_id:
+            raise FailedPrecondition(
+                f"this LLM belongs to process {self._process_id}, of which this one is a fork; make another LLM here, "
+                "or use that one from threads"
+            )
 
     async def _stop(self) -> None:
         if self._async_client is not None:

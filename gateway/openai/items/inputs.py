@@ -170,4 +170,6 @@ def _format(text: Mapping[str, Any] | None) -> Any:
     given = text.get("format")
     if not isinstance(given, Mapping) or given.get("type") != "json_schema":
         return given
+    if not isinstance(given.get("schema"), Mapping):
+        raise refused("text.format.schema", "is missing or not an object; give a JSON schema")
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}

@@ -16,8 +16,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message
 
 from gateway.http.bodies import MAX_CONTAINERS, MAX_VALUES, NUM_LONGEST, Bodies, decoded_as
+from gateway.http.described import Described, Description
 from gateway.http.errors import MAX_MESSAGE_CHARS, Refusal, is_callers_mistake, refusal_from
 from gateway.http.keys import Keys, current_key, current_owner, set_key
+from gateway.openai.handlers import EXCEPTION_HANDLERS
+from gateway.tinker.routes import tinker_app
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,7 +48,8 @@ def client(prefix: str = "") -> httpx.AsyncClient:
         (b'{"number": 1, "other": 2}', 400, "unknown field `other`"),
         (b"{}", 400, "missing required field `number`"),
         (b"\xff", 400, "not a valid Body"),
-        (b"", 400, "not a valid Body"),
+        (b"", 400, "it is empty; send a JSON object, {} if no field is to be set"),
+        (b" \n", 400, "it is empty; send a JSON object, {} if no field is to be set"),
         (b'{"number": %s}' % (b"[" * 500), 400, "Expected `int`"),
         (b" " * 1025, 413, "longer than 1024 bytes"),
     ],
@@ -223,3 +227,35 @@ async def test_long_slow_bodies_of_one_key_shut_no_other_key_out() -> None:
     assert sum(isinstance(outcome, bytes) for outcome in outcomes) == NUM_LONGEST - 3
     again = [slow.read_as("flood", bodies) for _ in range(NUM_LONGEST)]
     assert {len(body) for body in await asyncio.gather(*again)} == {1000}, "all the room is free again"
+
+
+@pytest.mark.parametrize(
+    "app", [Starlette(exception_handlers=dict(EXCEPTION_HANDLERS)), None], ids=["openai", "tinker"]
+)
+async def test_a_client_that_leaves_before_its_whole_body_is_no_mistake_of_the_server(app: Starlette | None) -> None:
+    """It was a traceback in the log and a 500 in the metrics for each such client."""
+    bodies, statuses = Bodies(1024), []
+
+    async def read(request: Request) -> Response:
+        return Response(await bodies.read(request))
+
+    if app is None:
+        served = tinker_app([Described("POST", "/", read, Description(summary="Reads"))])
+    else:
+        app.router.routes.append(Route("/", read, methods=["POST"]))
+        served = app
+    messages: list[Message] = [
+        {"type": "http.request", "body": b'{"number"', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": [], "root_path": ""}
+    await served(scope, receive, send)
+    assert statuses == [499]

@@ -31,6 +31,20 @@ def stopped_worker(served: Served) -> Iterator[None]:
     wait_until(lambda: len(served.client.status().workers) == 1, "the worker is back")
 
 
+def test_top_logprobs_of_0_ask_for_nothing(served: Served) -> None:
+    reply = served.api.chat.completions.create(
+        model="model", messages=MESSAGES, max_tokens=1, logprobs=False, top_logprobs=0
+    )
+    assert reply.choices[0].logprobs is None
+
+
+def test_a_refusal_names_fields_as_bodies_have_them(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.api.completions.create(model="model", prompt="a", max_tokens=4, extra_body={"min_tokens": 5})
+    body: Any = caught.value.body
+    assert body["message"] == "min_tokens: is 5; give at most max_tokens, 4"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -17,7 +17,8 @@ def text_of(served: Served, model: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "model", ["nobody", "legal@99", "legal@nothing", "Org/Model", "legal@" + "0" * 12, "", "legal@"]
+    "model",
+    ["nobody", "legal@99", "legal@nothing", "Org/Model", "legal@" + "0" * 12, "legal@89b5", "legal@0", "", "legal@"],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_known_bug_the_base_model_responds_instead_of_the_adapter(served: Served, model: str, stream: bool) -> None:
