@@ -26,6 +26,7 @@ class Choice:
     turn: Turn | None = None  # reads what a chat's text has besides content
     deltas: list[dict[str, Any]] = field(default_factory=list)  # of a chat: what the last chunk added
     held_tokens: int = 0  # of a chat: tokens whose text no delta had yet
+    held_text: str = ""  # and that text
     offset: int = 0  # characters of the tokens so far
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="ignore")
@@ -82,7 +83,7 @@ class Reply:
         is_last = chunk.finish_reason is not None
         if choice.turn is not None:
             choice.deltas = choice.turn.read(chunk.text, is_last=is_last)
-            self._count_reasoning(choice, len(chunk.token_ids))
+            self._count_reasoning(choice, len(chunk.token_ids), chunk.text)
             if choice.turn.ends_with_calls and choice.finish_reason == "stop":
                 choice.finish_reason = "tool_calls"
         else:
@@ -157,13 +158,22 @@ class Reply:
             **details,
         }
 
-    def _count_reasoning(self, choice: Choice, num_tokens: int) -> None:
-        """Count tokens whose text is reasoning, at least in part. The parser may hold a text back for some chunks."""
+    def _count_reasoning(self, choice: Choice, num_tokens: int, text: str) -> None:
+        """Count tokens whose text is reasoning, at least in part. The parser may hold a text back for some chunks.
+
+        Of tokens that came together, those before the end of the reasoning are found by the number of characters.
+        """
         choice.held_tokens += num_tokens
-        if choice.deltas:
-            if self._reasoning_tokens is not None and any("reasoning_content" in delta for delta in choice.deltas):
-                self._reasoning_tokens += choice.held_tokens
-            choice.held_tokens = 0
+        choice.held_text += text
+        if not choice.deltas:
+            return
+        reasoning = [delta["reasoning_content"] for delta in choice.deltas if "reasoning_content" in delta]
+        if self._reasoning_tokens is not None and reasoning:
+            begin = choice.held_text.find(reasoning[-1])  # content comes behind it, and may have the same text
+            end = len(choice.held_text) if begin < 0 else begin + len(reasoning[-1])
+            share = end / max(1, len(choice.held_text))
+            self._reasoning_tokens += max(min(1, choice.held_tokens), round(choice.held_tokens * share))
+        choice.held_tokens, choice.held_text = 0, ""
 
     def _echo(self, choice: Choice) -> str:
         return self._echoed[choice.index // self._n] if self._echoed else ""

@@ -22,6 +22,7 @@ def calls(message: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
 
 
+NEAR_TOKENS = 2  # how far an estimate for tokens that came in one chunk may be off
 BOTH = [("look_up", {"city": "Oslo"}), ("now", {})]
 
 
@@ -118,7 +119,7 @@ def test_all_completions_and_all_logprobs_come_whole_and_streamed(api: openai.Op
 
 
 def test_the_usage_counts_the_tokens_of_reasoning(api: openai.OpenAI) -> None:
-    """The same for a chat, its stream, two completions of it, and a response."""
+    """About the same for a chat, its stream, two completions of it, and a response: tokens may come together."""
     whole = api.chat.completions.create(model="plain", **GIVEN).usage
     assert whole is not None and whole.completion_tokens_details is not None
     num_tokens = whole.completion_tokens_details.reasoning_tokens
@@ -127,13 +128,15 @@ def test_the_usage_counts_the_tokens_of_reasoning(api: openai.OpenAI) -> None:
         model="plain", stream=True, stream_options={"include_usage": True}, **GIVEN
     ) as stream:
         *_, last = stream
-    assert last.usage is not None and last.usage.completion_tokens_details == whole.completion_tokens_details
+    assert last.usage is not None and last.usage.completion_tokens_details is not None
     both = api.chat.completions.create(model="plain", n=2, **GIVEN).usage
     assert both is not None and both.completion_tokens_details is not None
-    assert both.completion_tokens_details.reasoning_tokens == 2 * num_tokens
     content: Any = MESSAGES[-1]["content"]
     response = api.responses.create(model="plain", input=content, temperature=0, max_output_tokens=64)
-    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens == num_tokens
+    assert response.usage is not None
+    assert last.usage.completion_tokens_details.reasoning_tokens == pytest.approx(num_tokens, abs=NEAR_TOKENS)
+    assert both.completion_tokens_details.reasoning_tokens == pytest.approx(2 * num_tokens, abs=2 * NEAR_TOKENS)
+    assert response.usage.output_tokens_details.reasoning_tokens == pytest.approx(num_tokens, abs=NEAR_TOKENS)
     assert response.usage.input_tokens_details.to_dict().keys() == {"cached_tokens"}
 
 
