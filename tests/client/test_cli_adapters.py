@@ -61,6 +61,17 @@ def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, c
     assert motet(server, "adapters", "get", "pirate") == exits.NOT_FOUND
 
 
+def test_versions_say_which_one_requests_get(server: ScriptedServer, capsys: Capture) -> None:
+    adapter = server.adapters["pirate"] = make_adapter("pirate")
+    adapter.canary.digest, adapter.canary.per_mille = "ef" * 32, 25
+    server.version_digests = ["ef" * 32, DIGEST, "cd" * 32]
+    assert motet(server, "adapters", "versions", "pirate") == 0
+    title, *versions = capsys.readouterr().out.splitlines()
+    assert title.split()[:4] == ["NUMBER", "DIGEST", "ROLE", "KIND"]
+    roles = [line.split()[2 : line.split().index("lora")] for line in versions]
+    assert roles == [["canary", "2.5%"], ["active"], []]
+
+
 @pytest.mark.parametrize("is_check", [False, True])
 @pytest.mark.parametrize(
     ("change", "previous", "line"),

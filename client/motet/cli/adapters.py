@@ -354,19 +354,21 @@ def _remove(arguments: argparse.Namespace) -> int:
 def _versions(arguments: argparse.Namespace) -> int:
     with connect(arguments) as client:
         versions = list(client.adapters.versions(arguments.name))
-    if arguments.json:
-        for version in versions:
-            print(json_line(version))
-        return exits.OK
+        if arguments.json:
+            for version in versions:
+                print(json_line(version))
+            return exits.OK
+        adapter = client.adapters.get(arguments.name)
     rows = [
         (
-            *(v.number, v.digest, v.kind, v.max_rank, v.dtype, size(v.size_bytes), v.create_time or ""),
+            *(v.number, v.digest, rollouts.role(adapter, v.digest)),
+            *(v.kind, v.max_rank, v.dtype, size(v.size_bytes), v.create_time or ""),
             ", ".join(v.version_labels),
             verification.word(v),
         )
         for v in versions
     ]
-    print(table(("NUMBER", "DIGEST", "KIND", "RANK", "DTYPE", "SIZE", "CREATED", "LABELS", "VERIFIED"), rows))
+    print(table(("NUMBER", "DIGEST", "ROLE", "KIND", "RANK", "DTYPE", "SIZE", "CREATED", "LABELS", "VERIFIED"), rows))
     return exits.OK
 
 

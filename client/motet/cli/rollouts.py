@@ -69,7 +69,7 @@ def registration_of(arguments: argparse.Namespace) -> VersionRollout:
 def lines_of(adapter: Adapter) -> list[tuple[str, object]]:
     """What `motet adapters get` says of the rollout."""
     canary = adapter.canary
-    share = "" if canary is None else f"{canary.digest[:SHORT_DIGITS]} with {canary.per_mille / _PER_PERCENT:g}%"
+    share = "" if canary is None else f"{canary.digest[:SHORT_DIGITS]} with {_percent(canary)}"
     labels = sorted(adapter.version_labels.items())
     return [
         ("versions", ", ".join(f"{label}={digest[:SHORT_DIGITS]}" for label, digest in labels)),
@@ -85,6 +85,19 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--keep-versions", type=int, metavar="COUNT", help="keep so many of the newest versions; 0: all of them"
     )
     parser.add_argument("--ttl", type=float, metavar="SECONDS", help="delete the adapter after so many seconds")
+
+
+def role(adapter: Adapter, digest: str) -> str:
+    """What a version is for requests that name no version: the active one, the canary with its share, or nothing."""
+    if adapter.active_version is not None and adapter.active_version.digest == digest:
+        return "active"
+    if adapter.canary is not None and adapter.canary.digest == digest:
+        return f"canary {_percent(adapter.canary)}"
+    return ""
+
+
+def _percent(canary: AdapterCanary) -> str:
+    return f"{canary.per_mille / _PER_PERCENT:g}%"
 
 
 def _per_mille(percent: float, field: str, *, lowest: int = 1) -> int:
