@@ -3,7 +3,7 @@
     python -m benchmarks.host_time [--layers 32] [--rows 1,64] [--adapters 0,8] [--prompt 256]
 
 A Llama with the launches of an 8B one, but narrow, runs on a hollow GPU (hollow_gpu.py). Times are CPU time of the
-thread that queues steps. "triton": launches are bound by Triton itself; "quick": by kernels.quick_launch. What is left
+thread that queues steps. "triton": launches are bound by Triton itself; "quick": by kernels.triton_launch. What is left
 out is the driver's part of a launch, and the host's part of matrix products, which return memory that nobody filled.
 """
 
@@ -35,7 +35,7 @@ from data_plane.config import WorkerConfig
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from kernels.linear.choice import Form
-from kernels.quick_launch import QuickKernel
+from kernels.triton_launch import QuickKernel
 from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 
 NUM_STEPS = 20  # of each combination; the table has the least and the median

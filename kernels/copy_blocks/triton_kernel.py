@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from kernels.buckets import ceil_div
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 CHUNK = 1024  # words
 WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))  # by size in bytes

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.buckets import round_up
 from kernels.fp8 import FP8, MIN_SCALE, Fp8Rows
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from kernels.lora.expansion import Expansion
 from kernels.lora.segments import padded_block_tokens
 from kernels.lora.triton_expand import expanded, folded_arguments
 from kernels.lora.triton_pages import block_tokens
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 
 @kernel(do_not_specialize=["num_tokens", "num_blocks", "num_slots", "width", "stride_hp", "stride_hs"])

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.buckets import ceil_div, round_up
 from kernels.fp8 import MIN_SCALE, Fp8Rows
 from kernels.fp8_rows.triton_kernel import empty_rows, num_warps_for, store_row
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 BLOCK = 1024
 

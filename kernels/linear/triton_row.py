@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 NARROW_INPUT = 8192
 # (outputs of a program, inputs of a tile), measured on an H100 for 4096 and 14336 inputs, cold weights in bfloat16.

@@ -9,7 +9,7 @@ from kernels.buckets import ceil_div
 from kernels.lora.layout import PAGE_RANKS, PagedModule
 from kernels.lora.segments import AdapterSegments, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 RANKS = 16  # of one program; a token's column lies rank by rank, so that wider programs read no faster
 

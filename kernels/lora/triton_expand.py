@@ -20,7 +20,7 @@ from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
 from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, ModuleGroup
 from kernels.lora.segments import AdapterSegments, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, load_vector, page_offsets, pages_at
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 # Ranks of one step of a program at most, and at least: of an instruction, which sums them in their order. Steps of
 # either size have the same bits, for ranks that do not exist add zeros. On an H100 the smaller one takes a fifth less.

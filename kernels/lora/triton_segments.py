@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernels.buckets import round_up
 from kernels.lora.segments import COUNTS, AdapterSegments, empty_segments
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 BLOCK = 1024  # token slots per load
 

@@ -15,7 +15,7 @@ from kernels.lora.launch import ShrinkLaunch, Sizes, num_parts, part_steps, shri
 from kernels.lora.layout import PAGE_RANKS, ModuleGroup
 from kernels.lora.segments import COUNTS, AdapterSegments, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, page_offsets, pages_at
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 
 @kernel(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])

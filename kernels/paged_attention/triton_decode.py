@@ -20,7 +20,7 @@ from kernels.paged_attention.device_batch import DeviceBatch, Splitting
 from kernels.paged_attention.launch import DecodeLaunch
 from kernels.paged_attention.triton_loop import attend, decode_range, finish
 from kernels.paged_attention.triton_work import write_list
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 
 @triton.jit

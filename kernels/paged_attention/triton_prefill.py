@@ -17,7 +17,7 @@ from kernels.buckets import ceil_div
 from kernels.paged_attention.device_batch import DeviceBatch
 from kernels.paged_attention.launch import PrefillLaunch
 from kernels.paged_attention.triton_loop import attend, finish, sparse_range
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 
 @kernel(do_not_specialize=["stride_table", "window"])

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.buckets import round_up
 from kernels.paged_attention.device_batch import DeviceBatch, Splitting, Work
 from kernels.paged_attention.triton_loop import num_splits_of
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 BLOCK = 256  # sequences per load
 

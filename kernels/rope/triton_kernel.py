@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
-from kernels.quick_launch import kernel
 from kernels.rope.reference import HeadNorm
+from kernels.triton_launch import kernel
 
 # Of one token, in one program of one warp. The same for every number of tokens: the order of the norm's sums follows
 # the program's shape, and a token's result must not depend on what else is in the batch.

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from kernels.buckets import ceil_div
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 if TYPE_CHECKING:
     from kernels.row_state import DecodeInputs, RowState

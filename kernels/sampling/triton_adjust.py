@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import bucket, ceil_div
-from kernels.quick_launch import kernel
 from kernels.sampling.rows import Adjustments
+from kernels.triton_launch import kernel
 
 BLOCK = 1024  # tokens of one program
 BLOCK_BIASES = 128

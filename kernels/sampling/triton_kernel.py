@@ -12,7 +12,6 @@ import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
 from kernels.devices import device_name
-from kernels.quick_launch import kernel
 from kernels.sampling.launch import SampleLaunch, Sizes, sample_launch
 from kernels.sampling.rows import Adjustments, SamplingRows
 from kernels.sampling.triton_adjust import adjust
@@ -27,6 +26,7 @@ from kernels.sampling.triton_values import (
     ordered,
     scaled_scores,
 )
+from kernels.triton_launch import kernel
 
 
 @triton.jit

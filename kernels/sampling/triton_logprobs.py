@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 BLOCK = 4096  # tokens per load
 

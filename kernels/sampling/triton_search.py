@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import round_up
-from kernels.quick_launch import kernel
 from kernels.sampling.reference import MASS_OF_ONE
 from kernels.sampling.triton_values import Launch, highest_of, load_values, ordered, scaled_scores
+from kernels.triton_launch import kernel
 
 DIGIT_BITS = 4
 NUM_PASSES = 32 // DIGIT_BITS

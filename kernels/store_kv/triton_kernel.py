@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels.buckets import ceil_div, round_up
 from kernels.fp8 import FP8, MIN_SCALE, KVScale
 from kernels.fp8_rows.triton_kernel import saturate, scaled_row
-from kernels.quick_launch import kernel
+from kernels.triton_launch import kernel
 
 MAX_CHUNK = 2048
 

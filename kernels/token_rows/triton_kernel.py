@@ -9,8 +9,8 @@ import triton.language as tl
 from kernels.buckets import ceil_div
 from kernels.lora.layout import PAGE_RANKS
 from kernels.lora.triton_pages import load_vector
-from kernels.quick_launch import kernel
 from kernels.token_rows.layout import RowTable
+from kernels.triton_launch import kernel
 
 COLUMNS = 1024  # of one program
 MAX_BLOCK = 1024  # rows of a program over logits

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 from benchmarks.host_time.hollow_gpu import HollowDriver
-from kernels.quick_launch import QuickKernel
+from kernels.triton_launch import QuickKernel
 
 LAUNCHED: list[tuple[object, ...]] = []  # key of Triton, grid, options of the launch, arguments
 MEMORY = torch.zeros(64, dtype=torch.int64)  # begins at a multiple of 64 bytes

@@ -12,7 +12,7 @@ def replace_launches(patched: pytest.MonkeyPatch, launcher: Callable[[Any, Any],
     """launcher(kernel, grid) returns what takes the kernel's arguments."""
     from triton.runtime.jit import KernelInterface
 
-    from kernels.quick_launch import QuickKernel
+    from kernels.triton_launch import QuickKernel
 
     for kind in (KernelInterface, QuickKernel):
         patched.setattr(kind, "__getitem__", launcher)
