@@ -86,9 +86,7 @@ def _generated(quick: QuickKernel, first: Mapping[str, Any], scope: dict[str, An
     """The function that launches the kernel: (grid, its parameters, OPTIONS). `first`: arguments by name."""
     names = [param.name for param in quick.params]
     pointers = [name for name in names if hasattr(first[name], "data_ptr")]
-    integers = [
-        param for param in quick.params if not param.is_constexpr and type(first[param.name]) is int
-    ]  # fmt: skip
+    integers = [param for param in quick.params if not param.is_constexpr and type(first[param.name]) is int]
     key = ["device", *(f"{name}.dtype" for name in pointers)]
     # -1, or whether it is a multiple of 16.
     specialised = [param.name for param in integers if not param.do_not_specialize]

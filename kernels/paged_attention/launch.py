@@ -105,11 +105,16 @@ class Sizes:
     @classmethod
     def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Sizes:
         """Of query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] and [..., Dv]."""
-        dtype, cache = _dtype_name(query.dtype), _dtype_name(key_cache.dtype)
-        return cls(dtype, cache, max(query.shape[2], value_cache.shape[3]), query.shape[1] // key_cache.shape[2])
+        dim, group = max(query.shape[2], value_cache.shape[3]), query.shape[1] // key_cache.shape[2]
+        return _sizes(query.dtype, key_cache.dtype, dim, group)
 
 
-# Cached: a step needs the parameters in each layer, and the tables' look-up takes longer.
+# Cached: a step needs sizes and parameters in each layer, and names of dtypes and the tables' look-up take longer.
+@lru_cache(maxsize=256)
+def _sizes(dtype: torch.dtype, cache: torch.dtype, dim: int, group: int) -> Sizes:
+    return Sizes(str(dtype).removeprefix("torch."), str(cache).removeprefix("torch."), dim, group)
+
+
 @lru_cache(maxsize=256)
 def decode_launch(device_name: str | None, sizes: Sizes) -> DecodeLaunch:
     """What was measured for such a model on the device, or the default."""
@@ -120,16 +125,3 @@ def decode_launch(device_name: str | None, sizes: Sizes) -> DecodeLaunch:
 def prefill_launch(device_name: str | None, sizes: Sizes) -> PrefillLaunch:
     """What was measured for such a model on the device, or the default."""
     return tuned("paged_attention_prefill", PrefillLaunch.default(sizes), device_name, **asdict(sizes))
-
-
-@lru_cache(maxsize=256)
-def launches(
-    device_name: str | None, dtype: torch.dtype, cache: torch.dtype, dim: int, group: int
-) -> tuple[DecodeLaunch, PrefillLaunch]:
-    """Both launches of a model, by what Sizes says of it: a look-up without names of dtypes."""
-    sizes = Sizes(_dtype_name(dtype), _dtype_name(cache), dim, group)
-    return decode_launch(device_name, sizes), prefill_launch(device_name, sizes)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

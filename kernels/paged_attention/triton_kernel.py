@@ -14,7 +14,7 @@ from kernels.buckets import round_up
 from kernels.devices import device_name
 from kernels.paged_attention.batch import AttentionBatch, RowBatch
 from kernels.paged_attention.device_batch import DeviceBatch
-from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, launches
+from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes, decode_launch, prefill_launch
 from kernels.paged_attention.options import Options
 from kernels.paged_attention.triton_decode import run_decode
 from kernels.paged_attention.triton_prefill import run_prefill
@@ -54,11 +54,9 @@ def paged_attention(
         "BLOCK_DV": max(round_up(value_dim), 16),
         "BLOCK_SIZE": block_size,
     }
-    for_decode, for_prefill = launches(
-        device_name(query), query.dtype, key_cache.dtype, max(dim, value_dim), num_heads // num_kv_heads
-    )
-    run_decode(output, on_device, arguments, decode or for_decode)
-    run_prefill(output, on_device, arguments, prefill or for_prefill)
+    name, sizes = device_name(query), Sizes.of(query, key_cache, value_cache)
+    run_decode(output, on_device, arguments, decode or decode_launch(name, sizes))
+    run_prefill(output, on_device, arguments, prefill or prefill_launch(name, sizes))
     return output
 
 
