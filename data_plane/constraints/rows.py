@@ -10,7 +10,8 @@ import functools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -212,7 +213,7 @@ class ConstraintRows:
     def _make(self, row: _Row) -> None:
         """Find a row's matcher, or who builds it, and let another thread go on with it."""
         digest = row.constraint.digest
-        try:
+        with _failing(row, "grammar not read"):
             found = self._matchers.find(row.constraint)
             if isinstance(found, Matcher):
                 row.matcher = found
@@ -223,11 +224,6 @@ class ConstraintRows:
                         return
                     self._built[digest] = []
                 row.build = found
-        except ConstraintFailed as error:
-            row.error = _one_line(str(error))
-        except Exception as error:  # the thread's edge: the row must not wait for ever
-            logger.exception("grammar not read row=%d", row.number)
-            row.error = _one_line(f"{type(error).__name__}: {error}")
         self._submit([row])
 
     def _submit(self, rows: Sequence[_Row]) -> None:
@@ -246,18 +242,13 @@ class ConstraintRows:
             if place and self._lanes.has_low_priority():
                 self._submit(rows[place:])
                 break
-            try:
+            with _failing(row, "constraint not followed"):
                 if row.build is not None:
                     self._build(row)
                 if place == 0 and len(rows) > 1:
                     self._timed(row, lambda: _follow_all([each for each in rows if self._is_live(each)]))
                 if row.matcher is not None and self._is_live(row):
                     self._go_on(row, row.matcher)
-            except ConstraintFailed as error:
-                row.error = _one_line(str(error))
-            except Exception as error:  # the thread's edge: the row must not wait for ever
-                logger.exception("constraint not followed row=%d", row.number)
-                row.error = _one_line(f"{type(error).__name__}: {error}")
             row.is_ready = True
         self._lanes.notify()
 
@@ -324,9 +315,19 @@ def _follow_all(rows: Sequence[_Row]) -> None:
         row.to_follow = []
 
 
-def _one_line(error: str) -> str:
-    """The beginning of llguidance's reason, which has the whole grammar in it."""
-    return " ".join(error[:1000].split())[:500]
+@contextmanager
+def _failing(row: _Row, event: str) -> Iterator[None]:
+    """The edge of a thread: an error of the block becomes that of the row, which must not wait for ever."""
+    try:
+        yield
+        return
+    except ConstraintFailed as error:
+        reason = str(error)
+    except Exception as error:
+        logger.exception("%s row=%d", event, row.number)
+        reason = f"{type(error).__name__}: {error}"
+    # The beginning of it: llguidance's reason has the whole grammar.
+    row.error = " ".join(reason[:1000].split())[:500]
 
 
 def _all_ready(rows: Sequence[_Row]) -> bool:
