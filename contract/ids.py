@@ -20,6 +20,9 @@ DIGEST_FORM = "use 64 lower-case hexadecimal digits"
 _LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
 LABEL_KEY_FORM = "use 1 to 63 characters of a-z, 0-9, '_' and '-', the first one a letter"
 
+_VERSION_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+MAX_VERSION_NUMBER = 999_999_999
+
 
 def is_adapter_id(text: str) -> bool:
     """Whether `text` can be the id of an adapter."""
@@ -39,3 +42,8 @@ def is_digest(text: str) -> bool:
 def is_label_key(text: str) -> bool:
     """Whether `text` can be the key of a label, or the label of a version."""
     return _LABEL_KEY.fullmatch(text) is not None
+
+
+def is_version_selector(text: str) -> bool:
+    """Whether `text` can be the number or the label of a version."""
+    return _VERSION_NUMBER.fullmatch(text) is not None or is_label_key(text)

@@ -5,7 +5,7 @@ A push brings weights. It keeps what the version that it replaces has beside the
 
 from __future__ import annotations
 
-from contract.ids import DIGEST_FORM, LABEL_KEY_FORM, is_digest
+from contract.ids import DIGEST_FORM, LABEL_KEY_FORM, is_digest, is_version_selector
 from control_plane.checks import Violations, quoted, refuse
 from control_plane.errors import AdapterNotFound
 from control_plane.registry.catalog import selected_version
@@ -13,14 +13,13 @@ from control_plane.registry.companions.inherited import CLEARING_FIELD, FIELD, W
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.records import AdapterRecord, AdapterVersion
 from control_plane.registry.versions.record_changes import version_of
-from control_plane.registry.versions.version_names import is_selector
 
 
 def check_files_from(named: str, *, is_cleared: bool, violations: Violations) -> None:
     """Whether a digest, a number or a label is named, or nothing."""
     if named and is_cleared:
         violations.add(CLEARING_FIELD, f"is set, and {FIELD} names version {quoted(named)}; give one of them")
-    elif named and not (is_digest(named) or is_selector(named)):
+    elif named and not (is_digest(named) or is_version_selector(named)):
         violations.add(
             FIELD,
             f"{quoted(named)} does not name a version: give its number, from 1, its label ({LABEL_KEY_FORM}), or its "

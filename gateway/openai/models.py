@@ -17,11 +17,10 @@ from typing import Any
 
 from motet import Adapter, AsyncClient
 
-from contract.ids import is_adapter_id
+from contract.ids import is_adapter_id, is_version_selector
 from gateway.openai.errors import unknown_model
 
 _DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
-_VERSION = re.compile(r"[1-9][0-9]{0,9}|[a-z][a-z0-9_-]{0,62}")  # its number, or a label
 MAX_LISTED = 1000
 # How long the base model's name is kept. A request for it names the fingerprint too, so that another model, which was
 # started at the same address meanwhile, refuses it.
@@ -59,7 +58,7 @@ class Models:
                 model = model.removeprefix(f"{name}:")
                 break
         adapter, at, version = model.partition("@")
-        if not is_adapter_id(adapter) or (at and _VERSION.fullmatch(version) is None and not _is_digest(version)):
+        if not is_adapter_id(adapter) or (at and not (is_version_selector(version) or _is_digest(version))):
             raise unknown_model(model)
         if _is_digest(version):
             return await _of_digest(adapter, version, client)

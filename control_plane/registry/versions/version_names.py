@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
-from contract.ids import LABEL_KEY_FORM, is_label_key
+from contract.ids import LABEL_KEY_FORM, MAX_VERSION_NUMBER, is_version_selector
 from control_plane.checks import Violations, check_adapter_id, quoted
 
 _PREFIX = "adapters/"
-_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
-MAX_NUMBER = 999_999_999
 
 
 class VersionName(NamedTuple):
@@ -31,17 +28,12 @@ def version_name_of(name: str, digest: str, field: str, violations: Violations) 
     check_adapter_id(adapter_id, field, violations)
     if not at:
         return VersionName(adapter_id)
-    if not is_selector(selector):
+    if not is_version_selector(selector):
         violations.add(
             field,
-            f"{quoted(selector)} after '@' is not a version's number, from 1 to {MAX_NUMBER}, and not a label: "
+            f"{quoted(selector)} after '@' is not a version's number, from 1 to {MAX_VERSION_NUMBER}, and not a label: "
             f"{LABEL_KEY_FORM}",
         )
     elif digest:
         violations.add(field, f"names version {quoted(selector)}, and a digest names one too; give one of them")
     return VersionName(adapter_id, selector)
-
-
-def is_selector(text: str) -> bool:
-    """Whether `text` can be the number or the label of a version."""
-    return _NUMBER.fullmatch(text) is not None or is_label_key(text)
