@@ -8,7 +8,7 @@ from typing import Any
 
 from motet.cli import exits, rollouts
 from motet.cli.context import Subparsers, connect, server_option
-from motet.cli.digests import SHORT_DIGITS, VERSION_HELP, full_digest
+from motet.cli.digests import SHORT_DIGITS, VERSION_HELP, full_digest, named
 from motet.cli.output import json_line, size, table, transfer_lines
 from motet.cli.versions import verification
 from motet.errors import invalid_field
@@ -207,7 +207,7 @@ def _registration_line(adapter: Adapter, *, is_check: bool) -> str:
     """What registering changed: which version is active now, which was before, and the way back to it."""
     change = adapter.registration.change if adapter.registration else RegistrationChange.UNSPECIFIED
     previous = adapter.registration.previous_version if adapter.registration else None
-    present = _named(adapter.active_version)
+    present = named(adapter.active_version)
     is_same = bool(previous and adapter.active_version and previous.digest == adapter.active_version.digest)
     match change:
         case RegistrationChange.VERSION_ADDED:
@@ -219,7 +219,7 @@ def _registration_line(adapter: Adapter, *, is_check: bool) -> str:
             signer = _signer(adapter.active_version) if adapter.active_version else ""
             return f"{adapter.id} is unchanged: {present} is active already, now signed by {signer}"
         case RegistrationChange.VERSION_STAGED:
-            staged = _named(adapter.registration.version if adapter.registration else None)
+            staged = named(adapter.registration.version if adapter.registration else None)
             what = "would be" if is_check else "is"
             return f"{adapter.id}: {staged} {what} there; {present} stays active"
         case RegistrationChange.NONE:
@@ -232,13 +232,7 @@ def _registration_line(adapter: Adapter, *, is_check: bool) -> str:
         return done
     back = previous.digest[:SHORT_DIGITS]
     way_back = "" if is_check else f"; back to it: motet adapters activate {adapter.id} {back}"
-    return f"{done}; before: {_named(previous)}{way_back}"
-
-
-def _named(version: AdapterVersion | None) -> str:
-    if version is None:
-        return "no version"
-    return f"version {version.number} ({version.digest[:SHORT_DIGITS]})"
+    return f"{done}; before: {named(previous)}{way_back}"
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -381,5 +375,5 @@ def _activate(arguments: argparse.Namespace) -> int:
 
 
 def _show(adapter: Adapter, *, is_json: bool, verb: str) -> int:
-    print(json_line(adapter) if is_json else f"{verb} {adapter.id}: {_named(adapter.active_version)}")
+    print(json_line(adapter) if is_json else f"{verb} {adapter.id}: {named(adapter.active_version)}")
     return exits.OK

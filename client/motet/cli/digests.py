@@ -6,6 +6,7 @@ import re
 
 from motet.client import Client
 from motet.errors import NotFound, invalid_field
+from motet.types import AdapterVersion
 
 DIGEST_DIGITS = 64
 SHORT_DIGITS = 12  # as tables show a digest
@@ -14,6 +15,11 @@ _DIGITS = re.compile(r"[0-9a-f]+")
 
 
 VERSION_HELP = "@NUMBER, @LABEL, the digest, or at least 8 digits that begin it"
+
+
+def named(version: AdapterVersion | None) -> str:
+    """A version in a sentence."""
+    return "no version" if version is None else f"version {version.number} ({version.digest[:SHORT_DIGITS]})"
 
 
 def full_digest(client: Client, adapter: str, given: str, *, field: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from motet.cli import exits
 from motet.cli.context import connect
-from motet.cli.digests import SHORT_DIGITS, VERSION_HELP, full_digest
+from motet.cli.digests import SHORT_DIGITS, VERSION_HELP, full_digest, named
 from motet.cli.output import json_line, size, table
 from motet.errors import invalid_field
 from motet.types import Adapter, AdapterCanary, AdapterTier, Residency, ResidencyOutcome, VersionRollout
@@ -136,7 +136,7 @@ def _canary(arguments: argparse.Namespace) -> int:
             if adapter.canary is None:
                 raise invalid_field("--promote", f"adapter {adapter.id!r} has no canary")
             adapter = client.adapters.activate(adapter.id, adapter.canary.digest, etag=adapter.etag)
-            done = f"promoted the canary of {adapter.id}: {_active(adapter)} is active"
+            done = f"promoted the canary of {adapter.id}: {named(adapter.active_version)} is active"
         else:
             if arguments.percent is None:
                 raise invalid_field("PERCENT", "is missing; give the share of the requests")
@@ -152,14 +152,10 @@ def _rollback(arguments: argparse.Namespace) -> int:
     with connect(arguments) as client:
         before = client.adapters.get(arguments.name)
         adapter = client.adapters.roll_back(arguments.name, etag=before.etag)
-    line = f"rolled back {adapter.id}: {_active(adapter)} is active, before: {_active(before)}"
+    now, then = named(adapter.active_version), named(before.active_version)
+    line = f"rolled back {adapter.id}: {now} is active, before: {then}"
     print(json_line(adapter) if arguments.json else line)
     return exits.OK
-
-
-def _active(adapter: Adapter) -> str:
-    version = adapter.active_version
-    return "no version" if version is None else f"version {version.number} ({version.digest[:SHORT_DIGITS]})"
 
 
 # ---- memory and watches ----

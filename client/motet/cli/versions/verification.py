@@ -11,7 +11,7 @@ from pathlib import Path
 
 from motet.cli import exits
 from motet.cli.context import connect
-from motet.cli.digests import VERSION_HELP, full_digest
+from motet.cli.digests import VERSION_HELP, full_digest, named
 from motet.cli.output import json_line
 from motet.client import Client
 from motet.errors import MotetError, invalid_field
@@ -53,7 +53,7 @@ def finish_adding(client: Client, adapter: Adapter, rollout: VersionRollout, arg
     try:
         version = client.adapters.verify(adapter.id, registered.digest, activate=not is_staged)
     except MotetError:
-        held = f"{adapter.id} version {registered.number} ({registered.digest[:12]}) is registered and not active"
+        held = f"{adapter.id} {named(registered)} is registered and not active"
         again = f"motet adapters verify {adapter.id} --version @{registered.number}"
         print(f"motet: {held}, since it was not verified; verify it again: {again}", file=sys.stderr)
         raise
