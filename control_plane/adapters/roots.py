@@ -4,11 +4,10 @@ path.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from control_plane.adapters.sources.adapter_directory import find_files
+from control_plane.adapters.sources.adapter_directory import exists, find_files
 from control_plane.adapters.sources.adapter_source import AdapterSource, LocalSource, RemoteRoots
 from control_plane.checks import quoted, refuse
 from control_plane.errors import PathNotAllowed
@@ -55,7 +54,7 @@ class AdapterRoots:
         if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts) or len(source) > 1024:
             raise PathNotAllowed(f"source {quoted(source)}: not a plain relative path below its root")
         directory = root.joinpath(*parts)
-        if "@" in parts[-1] and not os.path.exists(directory):  # noqa: PTH110 - Path.exists raises for a long name
+        if "@" in parts[-1] and not exists(directory):
             raise refuse(
                 "source", f"{quoted(source)}: there is none, and a directory has no @revision; name the path alone"
             )

@@ -104,8 +104,7 @@ def paths_of(directory: Path) -> list[Path]:
             reason="ADAPTER_INVALID",
         )
     for path in (config, weights):
-        _check_is_file(path)
-        if not path.is_file():
+        if not _is_there(path):
             raise invalid_field(
                 "directory", f"{directory} has no {path.name}; {_way_on(directory)}", reason="ADAPTER_INVALID"
             )
@@ -131,15 +130,15 @@ def _trtllm_files(directory: Path) -> list[Path]:
 
 def _present(directory: Path, names: tuple[str, ...]) -> list[Path]:
     """Those of the files that are there. Raises InvalidArgument for a name of something else."""
-    for name in names:
-        _check_is_file(directory / name)
-    return [directory / name for name in names if (directory / name).is_file()]
+    return [directory / name for name in names if _is_there(directory / name)]
 
 
-def _check_is_file(path: Path) -> None:
-    """Raise InvalidArgument for a link that leads nowhere, and for what is no file. What is not there passes."""
-    if path.is_file() or not (path.is_symlink() or path.exists()):
-        return
+def _is_there(path: Path) -> bool:
+    """Whether there is such a file. Raises InvalidArgument for a link that leads nowhere, and for what is no file."""
+    if path.is_file():
+        return True
+    if not (path.is_symlink() or path.exists()):
+        return False
     what = "is not a file" if path.exists() else "is a link to a file that is not there"
     raise invalid_field(
         "directory", f"{path} {what}; put the file in its place, or remove it", reason="ADAPTER_INVALID"

@@ -17,8 +17,8 @@ def find_files(directory: Path, described: str, *, below: Path | None) -> dict[s
     InvalidRequest for what is no adapter, and PathNotAllowed.
     """
     files = {}
-    written = TRTLLM if _exists(directory / WEIGHTS_ARRAY) else PEFT
-    if written is TRTLLM and _exists(directory / WEIGHTS_FILE):
+    written = TRTLLM if exists(directory / WEIGHTS_ARRAY) else PEFT
+    if written is TRTLLM and exists(directory / WEIGHTS_FILE):
         raise refuse("source", f"{described} has {WEIGHTS_ARRAY} and {WEIGHTS_FILE}; keep one of the two")
     for name in (*written.names, SIGNATURE_FILE):
         try:
@@ -47,7 +47,8 @@ def _names(directory: Path) -> list[str]:
         return []
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """Whether it is there and can be reached; False for what is no path of the system, such as a name too long."""
     try:
         return path.exists()
     except (OSError, RuntimeError):  # a loop of links, or a directory that may not be read

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from control_plane.errors import InvalidAdapter
 from control_plane.registry.adapter_files import COMPANION_LIMITS
 from control_plane.registry.companions.documents import with_documents
 from control_plane.registry.companions.inherited import NOT_INHERITED, Inherited
@@ -33,14 +32,12 @@ def pack_whole(
     """
     companions = {name: path for name, path in files.items() if name in COMPANION_LIMITS}
     problems = Problems()
-    try:
+    with problems.collected():
         packed = ingest(files, base_model, directory=directory, **arguments)
-    except InvalidAdapter as error:
-        problems.note(error)
+    if problems:
         with problems.collected():
             read_companions(companions, base_model, _ANY_VOCABULARY)
-        problems.raise_all()
-        raise
+    problems.raise_all()
     documents = {
         **inherited.fitting(packed.num_tokens or base_model.vocab_size),
         **read_companions(companions, base_model, packed.num_tokens),

@@ -23,7 +23,6 @@ from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import parse_json_object, refuse, refuse_lfs_pointer
 
 _T = TypeVar("_T")
-_MAX_NUMBER = 1e9  # of alpha
 MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES = 100_000
 _MAX_NUMBER = 1e9  # of an alpha
