@@ -14,59 +14,43 @@ import pytest
 from motet.cli.supervisor import Supervisor
 
 # Each stand-in writes what happens to it into the file events, one word a line.
-CONTROL = """
-    import os, signal, sys, time
+BEGIN = """
+    import os, signal, sys
     events, behaviour = sys.argv[1:3]
-    def tell(word):
-        with open(events, "a") as file: print(word, os.getpid(), *sys.argv[3:], file=file)
-    def stop(number, frame):
-        tell("control-stopped")
-        sys.exit(0)
-    signal.signal(signal.SIGTERM, stop)
-    tell("control-started")
+    def tell(word, *more):
+        with open(events, "a") as file: print(word, os.getpid(), *(more or sys.argv[3:]), file=file)
+    def begin(name, *more):
+        def stop(number, frame):
+            tell(name + "-stopped", *more)
+            if behaviour != "stubborn":
+                sys.exit(0)
+        signal.signal(signal.SIGTERM, stop)
+        tell(name + "-started")
+    def serve(ready):
+        print(ready, flush=True)
+        while True:
+            signal.pause()
+"""
+CONTROL = """
+    begin("control")
     if behaviour == "broken":
         sys.exit("no such model")
     if behaviour == "misused":
         sys.exit(2)
     print("something for people", flush=True)
-    print("motet control-plane ready clients=127.0.0.1:7001 workers=0.0.0.0:7002", flush=True)
-    while True:
-        signal.pause()
+    serve("motet control-plane ready clients=127.0.0.1:7001 workers=0.0.0.0:7002")
 """
 WORKER = """
-    import os, signal, sys
-    events, behaviour = sys.argv[1:3]
-    def tell(word):
-        with open(events, "a") as file: print(word, os.getpid(), *sys.argv[3:], file=file)
-    def stop(number, frame):
-        tell("worker-stopped")
-        if behaviour != "stubborn":
-            sys.exit(0)
-    signal.signal(signal.SIGTERM, stop)
-    tell("worker-started")
+    begin("worker")
     if behaviour == "broken":
         sys.exit(3)
-    print("motet worker ready worker_id=w0 epoch=1", flush=True)
-    while True:
-        signal.pause()
+    serve("motet worker ready worker_id=w0 epoch=1")
 """
-
-
 GATEWAY = """
-    import os, signal, sys
-    events, behaviour = sys.argv[1:3]
-    def tell(word, *more):
-        with open(events, "a") as file: print(word, os.getpid(), *(more or sys.argv[3:]), file=file)
-    def stop(number, frame):
-        tell("gateway-stopped", *sorted(os.environ))
-        sys.exit(0)
-    signal.signal(signal.SIGTERM, stop)
-    tell("gateway-started")
+    begin("gateway", *sorted(os.environ))
     if behaviour == "broken":
         sys.exit(3)
-    print("motet gateway ready listen=127.0.0.1:7003", flush=True)
-    while True:
-        signal.pause()
+    serve("motet gateway ready listen=127.0.0.1:7003")
 """
 
 
@@ -78,7 +62,7 @@ class Stage:
         self.events = folder / "events"
         self.events.touch()
         for name, source in (("control.py", CONTROL), ("worker.py", WORKER), ("gateway.py", GATEWAY)):
-            (folder / name).write_text(textwrap.dedent(source))
+            (folder / name).write_text(textwrap.dedent(BEGIN + source))
 
     def command(self, name: str, behaviour: str = "normal") -> list[str]:
         return [sys.executable, "-S", str(self.folder / name), str(self.events), behaviour]
