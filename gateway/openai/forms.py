@@ -91,7 +91,7 @@ class Reading:
         constraint: Constraint | None,
     ) -> None:
         self.adapter_digest = adapter_digest  # of the version whose form was found
-        # Of calls, of reasoning before them or before content; for this version. None: what `constraint` says, if any.
+        # The grammar of calls, and of reasoning before calls or content, for this version. None: `constraint` says all.
         self.constraint = _constraint(body, choice, form, constraint)
         self._is_content_constrained = constraint is not None and not choice.is_required
         self._body = body

@@ -65,9 +65,9 @@ def content_grammar(
 ) -> str | None:
     """Text of a Lark grammar of completions whose content follows a constraint; None if `constraint` by itself says so.
 
-    Reasoning may come before, or has to, where the chat template begins it. With `tools`, calls may come in place of
-    the content; `names` and `is_parallel` are as for call_grammar(). Raises GrammarError; `place` is what it calls
-    `constraint`.
+    Reasoning may come before the content, and has to where the chat template begins it. With `tools`, calls may come in
+    place of the content; `names` and `is_parallel` are as for call_grammar(). Raises GrammarError; `place` is what it
+    calls `constraint`.
     """
     if isinstance(constraint, StructuralTags):
         if tools:
