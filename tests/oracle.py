@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Oracle:
     ) -> None:
         """`prepare` changes the base model before adapters wrap it."""
         self._adapters = adapters
+        self._lock = threading.Lock()  # PEFT switches adapters one module after the other
         self._logits: dict[tuple[object, ...], torch.Tensor] = {}
         self._beams: dict[tuple[object, ...], list[Hypothesis]] = {}
         base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
@@ -140,7 +142,7 @@ class Oracle:
     def _at(self, adapter: str | None) -> Iterator[torch.nn.Module]:
         """The model with this adapter alone."""
         model = self._model
-        with torch.inference_mode():
+        with self._lock, torch.inference_mode():
             if not adapter:
                 if isinstance(model, PeftModel):
                     with model.disable_adapter():
