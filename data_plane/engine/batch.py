@@ -24,6 +24,11 @@ class Drafts:
     counts: Int64Array  # [num_rows] of each row, 0 and more
     token_ids: Int64Array  # [sum of counts] in the order of the rows
 
+    def first(self, most: int) -> Drafts:
+        """At most so many of each row."""
+        within = np.arange(len(self.token_ids)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+        return Drafts(np.minimum(self.counts, most), self.token_ids[within < most])
+
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:

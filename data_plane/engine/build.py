@@ -215,6 +215,9 @@ def _size_kv(assembly: Assembly, memory: DeviceMemory, unused_bytes: int) -> tup
         unused_bytes,
     )
     assembly.let_go()
+    # The allocator kept what the step freed. A part of it under the KV blocks would leave too little for the next such
+    # step, which needs pieces as large.
+    memory.free_bytes()
     if named is not None:
         return named, measured
     demand = Demand(

@@ -57,7 +57,8 @@ from kernels.devices import upload
 
 logger = logging.getLogger(__name__)
 
-# One forward pass keeps at most so many bytes of float32 logits for log-probabilities of prompts.
+# One forward pass keeps at most so many bytes of float32 logits for log-probabilities of prompts, or for drafts, beside
+# those of the tokens that its rows sample.
 PROMPT_LOGITS_BYTES = 256 << 20
 
 
@@ -118,12 +119,14 @@ class TorchEngine:
         self._under_way = StepsUnderWay(self._rows, clock)
         self._constraints = ConstraintRows(capacities.vocab_size, lanes=lanes)
         self._pooler = Pooler(max_rows=capacities.max_rows, hidden_width=capacities.hidden_width, heads=arena)
+        self._most_prompt_logits = max(prompt_logits_bytes // (4 * capacities.vocab_size), 1)
         self._speculation: Speculation | None = None
         if speculative != "off":
             self._speculation = Speculation(
                 self._rows,
                 self._constraints,
                 max_step_tokens=capacities.max_step_tokens,
+                most_drafts=self._most_prompt_logits,
                 costs=PassCosts() if speculative == "auto" else None,
                 build=lambda decoding, drafts: self._build(decoding, drafts=drafts),
                 forward=lambda batch: self._forward(batch)[0],
@@ -134,7 +137,6 @@ class TorchEngine:
         self._decodes_on_device = device.type == "cuda" if decodes_on_device is None else decodes_on_device
         self.decode_steps = DecodeSteps(self._rows, self._device_rows, model, self.adapter_steps, self._prepare)
         self._last_tokens = self._device_rows.last_tokens
-        self._most_prompt_logits = max(prompt_logits_bytes // (4 * capacities.vocab_size), 1)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """`submit`, and the results (see Engine)."""

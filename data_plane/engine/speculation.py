@@ -118,19 +118,21 @@ class Speculation:
         constraints: ConstraintRows,
         *,
         max_step_tokens: int,
+        most_drafts: int,
         costs: PassCosts | None,
         build: Callable[[Int64Array, Drafts], StepBatch | None],
         forward: Callable[[StepBatch], torch.Tensor],
         sample: Callable[[Int64Array, torch.Tensor, Masks | None], PassOutput],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`costs` decide whether rows draft; None: they always do.
+        """`most_drafts`: of a pass, which keeps their logits. `costs` decide whether rows draft; None: they always do.
 
         `build` makes the pass of decoding rows with drafts, `forward` computes its logits and advances the rows,
         `sample` draws the next token of rows from their logits."""
         self._engine_rows = rows
         self._constraints = constraints
         self._max_step_tokens = max_step_tokens
+        self._most_drafts = most_drafts
         self._costs = costs
         self._clock = clock
         self._declined_until = -1  # last step of the plan in which nothing is drafted any more
@@ -235,8 +237,9 @@ class Speculation:
         rows = self._engine_rows
         room = rows.num_row_blocks[decoding] * rows.block_size - rows.num_computed[decoding] - 1
         drafts = self._propose(decoding, np.minimum(most, room))
-        if len(decoding) + len(drafts.token_ids) > self._max_step_tokens:
-            return nothing
+        fitting = min(self._most_drafts, self._max_step_tokens - len(decoding))
+        if len(drafts.token_ids) > fitting:
+            drafts = drafts.first(fitting // len(decoding))
         if self._costs is not None and len(drafts.token_ids):
             shares = np.array([self._rows[row].share for row in decoding.tolist()])
             if not self._costs.gains(drafts.counts, most, shares, has_adapters=has_adapters):

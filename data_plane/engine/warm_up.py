@@ -17,7 +17,7 @@ from contract.hello_bounds import MAX_ROWS, MAX_STEP_TOKENS
 from contract.process_log import Progress, shown
 from data_plane.engine.engine import PROMPT_LOGITS_BYTES, TorchEngine
 from data_plane.errors import ArenaFull
-from data_plane.plan import Capacities, NewRow, RowSampling, StepPlan
+from data_plane.plan import Capacities, Int32Array, NewRow, RowSampling, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class Case:
     rank: int = 0  # of the rows' adapter; 0: none
     has_vectors: bool = False  # LoRA bias and DoRA scales
     sampling: RowSampling = _GREEDY
+    num_scored: int = 0  # tokens of the last row's prefill, whose log-probabilities are wanted; 0: it is as the others
 
 
 def cases(captured_sizes: Sequence[int] = ()) -> list[Case]:
@@ -91,16 +92,16 @@ def cases(captured_sizes: Sequence[int] = ()) -> list[Case]:
 def run_largest_steps(engine: TorchEngine) -> int:
     """Run the steps that take the most memory, and return the tokens of the largest. The engine must be empty.
 
-    The most tokens over the most rows, with an adapter of the largest usual rank that fits and every option of
-    sampling; the decodes of all rows after it; and a prompt whose log-probabilities are wanted.
+    The most tokens over the most rows, with an adapter of the largest usual rank that fits, every option of sampling,
+    and as many log-probabilities of a prompt as a pass keeps; and the decodes of all rows after it.
     """
     rank = _load_largest(engine)
     capacities, num_steps, num_tokens = engine.capacities, 0, 0
     num_scored = max(PROMPT_LOGITS_BYTES // (4 * capacities.vocab_size), 1)
-    for case in (
-        Case(MAX_ROWS, MAX_STEP_TOKENS, rank=rank, sampling=_EVERYTHING),
-        Case(1, min(num_scored, MAX_STEP_TOKENS), sampling=_SCORED),
-    ):
+    largest = [Case(MAX_ROWS, MAX_STEP_TOKENS, rank=rank, sampling=_EVERYTHING, num_scored=num_scored)]
+    if capacities.max_rows == 1:  # a pass of its prompt has the most tokens, or their log-probabilities
+        largest.append(Case(1, min(num_scored, MAX_STEP_TOKENS), sampling=_SCORED))
+    for case in largest:
         for plan in _plans(case, capacities, num_steps + 1, 1):
             engine.execute(plan)
             num_steps += 1
@@ -161,44 +162,49 @@ def _plans(case: Case, capacities: Capacities, step_id: int, generation: int) ->
     num_rows = min(case.num_rows, capacities.max_rows, capacities.max_step_tokens, num_blocks // blocks_for_two)
     if num_rows == 0:
         return []
-    blocks_of_row = num_blocks // num_rows
-    num_tokens = min(
-        case.num_tokens,
-        capacities.max_step_tokens // num_rows,
-        blocks_of_row * size - 1,
-        capacities.max_model_len - num_context - 1,
-    )
-    blocks_of_row = -(-(num_tokens + 1) // size)
+    counts = _prefilled(case, capacities, num_rows, num_blocks, capacities.max_model_len - num_context - 1)
     rows = np.arange(num_rows, dtype=np.int32)
-    prefilled = np.full_like(rows, num_tokens)
-    # The last row takes the step's remaining tokens, as far as there is room.
-    prefilled[-1] = min(
-        case.num_tokens,
-        capacities.max_step_tokens - (num_rows - 1) * num_tokens,
-        (num_blocks - (num_rows - 1) * blocks_of_row) * size - 1,
-        capacities.max_model_len - num_context - 1,
-    )
+    own_blocks = -(-(counts + 1) // size)
+    first_blocks = np.cumsum(own_blocks) - own_blocks
+    samplings = [case.sampling] * num_rows
+    if case.num_scored and num_rows > 1:
+        samplings[-1] = replace(case.sampling, num_prompt_logprobs=1)
     new_rows = [
         NewRow(
             row=row,
-            token_ids=np.arange(num_context + prefilled[row], dtype=np.int32) % capacities.vocab_size,
-            num_prompt_tokens=num_context + int(prefilled[row]),
+            token_ids=np.arange(num_context + counts[row], dtype=np.int32) % capacities.vocab_size,
+            num_prompt_tokens=num_context + int(counts[row]),
             num_computed_tokens=num_context,
-            block_ids=np.concatenate(
-                [shared, row * blocks_of_row + np.arange(-(-(prefilled[row] + 1) // size))]
-            ).astype(np.int32),
+            block_ids=np.concatenate([shared, first_blocks[row] + np.arange(own_blocks[row])]).astype(np.int32),
             slot=0 if case.rank else None,
             slot_generation=generation,
-            sampling=case.sampling,
+            sampling=samplings[row],
         )
         for row in range(num_rows)
     ]
     copies = np.array([(0, capacities.num_blocks - 1)] if capacities.num_blocks > 1 else [], dtype=np.int32).reshape(
         -1, 2
     )
-    prefills = np.stack([rows, prefilled], axis=1)
+    prefills = np.stack([rows, counts], axis=1)
     return [
         StepPlan(step_id, new_rows=new_rows, prefills=prefills),
         StepPlan(step_id + 1),
         StepPlan(step_id + 2, freed_rows=rows, block_copies=copies),
     ]
+
+
+def _prefilled(case: Case, capacities: Capacities, num_rows: int, num_blocks: int, longest: int) -> Int32Array:
+    """Tokens of each row's prefill, int32 [num_rows]: at most `longest` each. A row's blocks hold one token more."""
+    size, num_tokens = capacities.block_size, capacities.max_step_tokens
+    scored = []
+    if case.num_scored and num_rows > 1:
+        num_rows -= 1
+        scored = [min(case.num_scored, longest, num_tokens - num_rows)]
+        num_tokens -= scored[0]
+        num_blocks -= -(-(scored[0] + 1) // size)
+    of_each = min(case.num_tokens, num_tokens // num_rows, num_blocks // num_rows * size - 1, longest)
+    # The last of these rows takes the step's remaining tokens, as far as there is room.
+    num_tokens -= (num_rows - 1) * of_each
+    num_blocks -= (num_rows - 1) * -(-(of_each + 1) // size)
+    last = min(case.num_tokens, num_tokens, num_blocks * size - 1, longest)
+    return np.array([*[of_each] * (num_rows - 1), last, *scored], dtype=np.int32)

@@ -341,9 +341,23 @@ def test_drafts_stay_within_the_plan(engines: tuple[TorchEngine, TorchEngine], e
     engine.execute(make_plan(7, freed=[0]))
 
 
-def test_drafts_stay_within_the_token_budget(checkpoint: Path, echo: Callable[[float], None]) -> None:
+@pytest.mark.parametrize("is_short_of", ["tokens", "logits"])
+def test_drafts_stay_within_the_token_budget_and_the_logits_that_a_pass_keeps(
+    checkpoint: Path, echo: Callable[[float], None], is_short_of: str
+) -> None:
     echo(100.0)
-    engine = build_engine(worker_config(checkpoint, token_budget=5, max_rows=2, speculative="ngram"))
+    budget = 5 if is_short_of == "tokens" else 50
+    engine = build_engine(worker_config(checkpoint, token_budget=budget, max_rows=2, speculative="ngram"))
+    if is_short_of == "logits":
+        of_two = 2 * 4 * engine.capacities.vocab_size
+        engine = TorchEngine(
+            engine.model,
+            engine.kv_cache,
+            engine.arena,
+            engine.capacities,
+            prompt_logits_bytes=of_two,
+            speculative="ngram",
+        )
     for row in range(2):
         new = replace(Request(LOOP[:10]).new_row(row), block_ids=array([2 * row, 2 * row + 1]))
         engine.execute(make_plan(2 * row, new=[new], prefills=[(row, 4)], paused=[0] if row else []))
@@ -351,8 +365,8 @@ def test_drafts_stay_within_the_token_budget(checkpoint: Path, echo: Callable[[f
         engine.execute(make_plan(2 * row + 2, prefills=[(row, 1)]))
     engine.execute(make_plan(7, resumed=[0]))
     outputs = [engine.execute(StepPlan(8 + index, num_more=2 - index)) for index in range(3)]
-    # Two rows with two drafts each are six tokens.
-    assert [output.num_drafted for output in outputs] == [0, 2, 0]
+    # Two rows with two drafts each are six tokens, four of them drafts.
+    assert [output.num_drafted for output in outputs] == [2, 0, 0]
 
 
 def test_a_row_whose_drafts_are_rejected_stops_and_tries_again() -> None:

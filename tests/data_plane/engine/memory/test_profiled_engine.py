@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.kv_cache import KVCache
+from data_plane.models.loader import LoadedModel
 from data_plane.plan import StepOutput, StepPlan
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
@@ -63,12 +66,21 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     return executed
 
 
-def test_the_largest_step_decides_how_many_blocks_there_are(checkpoint: Path, plans: list[StepPlan]) -> None:
+def test_the_largest_step_decides_how_many_blocks_there_are(
+    checkpoint: Path, plans: list[StepPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"num_blocks": None, "max_model_len": None, "max_rows": 200, "arena_bytes": 1 << 20}
     memory = FakeMemory()
+
+    def make_cache(*arguments: Any, **named: Any) -> KVCache:
+        memory.calls.append("cache")
+        return KVCache(*arguments, **named)
+
+    monkeypatch.setattr("data_plane.engine.build.KVCache", make_cache)
     config = worker_config(checkpoint, memory_utilization=0.5, token_budget=512, **settings)
     engine = build_engine(config, memory=memory)
-    assert memory.calls == ["free", "begin", "free", "peak"]
+    # What loading left is given back first, and what the step left before the KV blocks are made.
+    assert memory.calls == ["free", "cache", "begin", "free", "peak", "free", "cache"]
     largest = max(plans, key=lambda plan: (int(plan.prefills[:, 1].sum()), len(plan.new_rows)))
     assert (len(largest.new_rows), largest.prefills[:, 1].sum()) == (200, 512)
     assert {row.slot for row in largest.new_rows} == {0}, "an adapter is in the step"
@@ -86,6 +98,36 @@ def test_the_largest_step_decides_how_many_blocks_there_are(checkpoint: Path, pl
     )
     assert engine.capacities.num_blocks - fewer.capacities.num_blocks == (1 << 20) // block_bytes
     assert fewer.capacities.memory.headroom_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("max_rows", [1, 7])
+def test_the_largest_step_keeps_the_logits_of_all_rows_and_those_that_a_prompt_may_want(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    """A pass may keep both, and drafts are as many as the tokens of such a prompt."""
+    passes: list[tuple[int, int]] = []  # tokens, and those whose logits are kept
+    logits_of = LoadedModel.logits
+
+    def watched(model: LoadedModel, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        passes.append((len(ids), len(kept)))
+        return logits_of(model, ids, positions, kept)
+
+    monkeypatch.setattr(LoadedModel, "logits", watched)
+    monkeypatch.setattr("data_plane.engine.warm_up.PROMPT_LOGITS_BYTES", 20 * 4 * 256)
+    settings = {"num_blocks": None, "max_model_len": None, "max_rows": max_rows, "token_budget": 64}
+    memory, measured = FakeMemory(), list[tuple[int, int]]()
+
+    def end_peak() -> int:
+        measured.extend(passes)  # those that check the model come before and after
+        return STEP_BYTES
+
+    monkeypatch.setattr(memory, "begin_peak", passes.clear)
+    monkeypatch.setattr(memory, "peak_bytes", end_peak)
+    build_engine(worker_config(checkpoint, memory_utilization=0.5, **settings), memory=memory)
+    prompt = 20 - 1  # the first token of a prompt has no log-probability
+    assert max(measured) == (64, 7 + prompt if max_rows == 7 else 1)
+    assert max(kept for _, kept in measured) == max_rows + prompt
+    assert (max_rows, max_rows) in measured, "the decodes of all rows"
 
 
 def test_named_blocks_run_no_step(checkpoint: Path, plans: list[StepPlan]) -> None:
