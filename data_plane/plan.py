@@ -212,6 +212,7 @@ class MemoryUse:
     host_kv_bytes: int = 0  # in host memory, of swapped-out requests
     graph_bytes: int = 0  # of captured graphs
     headroom_bytes: int = 0  # left free on purpose
+    pinned_bytes: int = 0  # at most, of adapters in host memory beside the arena
 
 
 @dataclass(frozen=True, slots=True)

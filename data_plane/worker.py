@@ -177,7 +177,10 @@ def _handling_signals(act: Callable[[], None]) -> Iterator[None]:
 
 
 def host_tier(config: WorkerConfig) -> HostTier | None:
-    """Where adapters are kept beside the arena, in pinned memory beside a GPU. None without --pinned-bytes."""
+    """Where adapters are kept beside the arena, in pinned memory beside a GPU. None without --pinned-bytes.
+
+    Raises ConfigError where so much cannot be pinned.
+    """
     if not config.pinned_bytes:
         return None
     from data_plane.adapters.format.host_tier import HostTier
@@ -188,12 +191,10 @@ def host_tier(config: WorkerConfig) -> HostTier | None:
 
     if not torch.cuda.is_available():
         return HostTier(config.pinned_bytes)
+    from data_plane.adapters.format.chunk_memory import ChunkMemory
+    from data_plane.engine.memory.pinned import pinned_bytes
 
-    def allocate(size_bytes: int) -> memoryview:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
-
-    # torch rounds pinned memory up to a power of two.
-    return HostTier(config.pinned_bytes, allocate=allocate, taken_bytes=lambda size: 1 << max(size - 1, 0).bit_length())
+    return HostTier(config.pinned_bytes, ChunkMemory(pinned_bytes(config.pinned_bytes, "--pinned-bytes").numpy()))
 
 
 def source_factory(config: WorkerConfig, tier: HostTier | None = None) -> SourceFactory:

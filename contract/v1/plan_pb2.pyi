@@ -136,7 +136,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ..., last_epoch: _Optional[int] = ..., target_modules: _Optional[_Iterable[_Union[TargetModules, _Mapping]]] = ..., max_adapter_model_len: _Optional[int] = ..., hidden_width: _Optional[int] = ..., memory: _Optional[_Union[MemoryUse, _Mapping]] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class MemoryUse(_message.Message):
-    __slots__ = ("device_bytes", "weights_bytes", "step_bytes", "kv_bytes", "host_kv_bytes", "graph_bytes", "headroom_bytes")
+    __slots__ = ("device_bytes", "weights_bytes", "step_bytes", "kv_bytes", "host_kv_bytes", "graph_bytes", "headroom_bytes", "pinned_bytes")
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEP_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class MemoryUse(_message.Message):
     HOST_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRAPH_BYTES_FIELD_NUMBER: _ClassVar[int]
     HEADROOM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     device_bytes: int
     weights_bytes: int
     step_bytes: int
@@ -151,7 +152,8 @@ class MemoryUse(_message.Message):
     host_kv_bytes: int
     graph_bytes: int
     headroom_bytes: int
-    def __init__(self, device_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., host_kv_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., headroom_bytes: _Optional[int] = ...) -> None: ...
+    pinned_bytes: int
+    def __init__(self, device_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., host_kv_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., headroom_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
 class TargetModules(_message.Message):
     __slots__ = ("path", "layers", "kind", "in_features", "out_features", "reason", "num_experts", "is_interleaved")

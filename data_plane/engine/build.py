@@ -93,6 +93,7 @@ def build_engine(
         kv_bytes=num_blocks * assembly.bytes_per_block,
         host_kv_bytes=num_host_blocks * assembly.bytes_per_block,
         headroom_bytes=config.memory_headroom_bytes,
+        pinned_bytes=config.pinned_bytes,
     )
     try:
         engine = assembly.engine(num_blocks, num_host_blocks, _lengths(config, loaded, num_blocks), use)
@@ -224,6 +225,7 @@ def _size_kv(assembly: Assembly, memory: DeviceMemory, unused_bytes: int) -> tup
         bytes_per_block=assembly.bytes_per_block,
         most_blocks=min(config.max_rows * -(-max(assembly.lengths) // config.block_size), MAX_BLOCKS),
         host_kv_bytes=0 if is_gpu else config.host_kv_bytes,
+        pinned_bytes=0 if is_gpu else config.pinned_bytes,
         graph_bytes=GRAPH_BYTES if config.graph_sizes(assembly.device.type) else 0,
     )
     return fitting_blocks(measured, demand, config, is_gpu=is_gpu), measured
@@ -238,6 +240,7 @@ def log_memory(capacities: Capacities) -> None:
         "step": use.step_bytes,
         "kv": use.kv_bytes,
         "host_kv": use.host_kv_bytes,
+        "pinned": use.pinned_bytes,
         "graphs": use.graph_bytes,
         "headroom": use.headroom_bytes,
     }

@@ -22,7 +22,10 @@ class HostBlocks:
         self._device = caches[0].device
         is_cuda = self._device.type == "cuda"
         shapes = [((num_blocks, *cache.shape[1:]), cache.dtype) for cache in caches]
-        host = pinned_zeros(shapes) if is_cuda else [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+        if is_cuda:
+            host = pinned_zeros(shapes, "--host-kv-bytes")
+        else:
+            host = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
         self._swaps = BlockSwaps(caches, host)
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]  # torch's stubs
         # Blocks that are still being copied out, and the event after which they are free. The next batch waits for it.

@@ -260,14 +260,16 @@ def test_status_shows_where_each_worker_s_memory_went(server: ScriptedServer, ca
     assert "LARGEST STEP" not in capsys.readouterr().out
     gib = 1 << 30
     parts = {"memory_bytes": 80 * gib, "weights_bytes": 16 * gib, "arena_bytes": 2 * gib, "kv_bytes": 50 * gib}
-    server.status.workers.add(worker_id="w0", **parts, step_memory_bytes=3 * gib, headroom_bytes=gib)
+    server.status.workers.add(
+        worker_id="w0", **parts, step_memory_bytes=3 * gib, headroom_bytes=gib, pinned_bytes=4 * gib
+    )
     server.status.workers.add(worker_id="w1", **parts)
     assert motet(server, "status") == 0
     out = capsys.readouterr().out
     lines = out[out.index("memory\n") :].splitlines()[1:4]
-    assert [name in lines[0] for name in ("DEVICE", "WEIGHTS", "LARGEST STEP", "HOST KV", "GRAPHS")] == [True] * 5
+    assert [name in lines[0] for name in ("DEVICE", "WEIGHTS", "LARGEST STEP", "PINNED", "GRAPHS")] == [True] * 5
     assert re.split(r"  +", lines[1]) == [
-        *("w0", "80.0 GiB", "16.0 GiB", "2.0 GiB", "3.0 GiB", "50.0 GiB", "0 B", "0 B", "1.0 GiB"),
+        *("w0", "80.0 GiB", "16.0 GiB", "2.0 GiB", "3.0 GiB", "50.0 GiB", "0 B", "4.0 GiB", "0 B", "1.0 GiB"),
     ]
     assert "not measured" in lines[2] and lines[2].startswith("w1")
 

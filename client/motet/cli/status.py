@@ -194,11 +194,12 @@ def _render_memory(status: ServerStatus) -> list[str]:
             size(worker.step_memory_bytes) if worker.step_memory_bytes else "not measured",
             size(worker.kv_bytes),
             size(worker.host_kv_bytes),
+            size(worker.pinned_bytes),
             size(worker.graph_bytes),
             size(worker.headroom_bytes),
         )
         for worker in status.workers
         if worker.memory_bytes
     ]
-    header = ("WORKER", "DEVICE", "WEIGHTS", "ARENA", "LARGEST STEP", "KV", "HOST KV", "GRAPHS", "HEADROOM")
+    header = ("WORKER", "DEVICE", "WEIGHTS", "ARENA", "LARGEST STEP", "KV", "HOST KV", "PINNED", "GRAPHS", "HEADROOM")
     return ["memory\n" + table(header, rows)] if rows else []

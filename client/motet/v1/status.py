@@ -58,6 +58,7 @@ class WorkerStatus:
     host_kv_bytes: int  # KV blocks in host memory, bytes
     graph_bytes: int  # Captured graphs, bytes
     headroom_bytes: int  # Memory left free on purpose, bytes
+    pinned_bytes: int  # At most so much host memory for adapters that were loaded lately, beside the arena, bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

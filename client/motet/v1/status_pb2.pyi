@@ -55,7 +55,7 @@ class ModelStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "device", "epoch", "num_steps", "num_plans_in_flight", "num_running", "num_waiting", "num_blocks", "num_blocks_held", "num_blocks_cached", "block_size", "arena_bytes", "arena_used_bytes", "num_adapters_loaded", "prefix_query_tokens", "prefix_hit_tokens", "num_preemptions", "num_tokens_sampled", "step_time_ms", "resident_bytes", "num_plans", "max_plan_steps", "round_trip_ms", "num_swapped", "num_swapped_out", "num_host_blocks", "num_host_blocks_held", "max_model_len", "memory_bytes", "weights_bytes", "step_memory_bytes", "kv_bytes", "host_kv_bytes", "graph_bytes", "headroom_bytes")
+    __slots__ = ("worker_id", "device", "epoch", "num_steps", "num_plans_in_flight", "num_running", "num_waiting", "num_blocks", "num_blocks_held", "num_blocks_cached", "block_size", "arena_bytes", "arena_used_bytes", "num_adapters_loaded", "prefix_query_tokens", "prefix_hit_tokens", "num_preemptions", "num_tokens_sampled", "step_time_ms", "resident_bytes", "num_plans", "max_plan_steps", "round_trip_ms", "num_swapped", "num_swapped_out", "num_host_blocks", "num_host_blocks_held", "max_model_len", "memory_bytes", "weights_bytes", "step_memory_bytes", "kv_bytes", "host_kv_bytes", "graph_bytes", "headroom_bytes", "pinned_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class WorkerStatus(_message.Message):
     HOST_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRAPH_BYTES_FIELD_NUMBER: _ClassVar[int]
     HEADROOM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     device: str
     epoch: int
@@ -126,7 +127,8 @@ class WorkerStatus(_message.Message):
     host_kv_bytes: int
     graph_bytes: int
     headroom_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_held: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., arena_used_bytes: _Optional[int] = ..., num_adapters_loaded: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_tokens_sampled: _Optional[int] = ..., step_time_ms: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., num_plans: _Optional[int] = ..., max_plan_steps: _Optional[int] = ..., round_trip_ms: _Optional[float] = ..., num_swapped: _Optional[int] = ..., num_swapped_out: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_host_blocks_held: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., step_memory_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., host_kv_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., headroom_bytes: _Optional[int] = ...) -> None: ...
+    pinned_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_held: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., arena_used_bytes: _Optional[int] = ..., num_adapters_loaded: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_tokens_sampled: _Optional[int] = ..., step_time_ms: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., num_plans: _Optional[int] = ..., max_plan_steps: _Optional[int] = ..., round_trip_ms: _Optional[float] = ..., num_swapped: _Optional[int] = ..., num_swapped_out: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_host_blocks_held: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., step_memory_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., host_kv_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., headroom_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
 class QueueStatus(_message.Message):
     __slots__ = ("num_requests", "num_waiting", "num_running", "num_accepted", "num_finished", "num_rejected", "num_migrated")

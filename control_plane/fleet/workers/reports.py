@@ -49,6 +49,7 @@ def memory_of(hello: plan_pb2.Hello) -> dict[str, int]:
         "host_kv_bytes": use.host_kv_bytes,
         "graph_bytes": use.graph_bytes,
         "headroom_bytes": use.headroom_bytes,
+        "pinned_bytes": use.pinned_bytes,
     }
 
 

@@ -1,21 +1,19 @@
 """Packed adapters that were loaded lately, in the worker's own memory: loading one again reads no host cache.
 
 A bytes budget, the least recently loaded adapter leaves first. What is kept was verified when it was read, and is not
-hashed again. Beside a GPU the memory is pinned, so that a chunk goes over the bus from where it is. No torch here.
+hashed again. Beside a GPU the chunks lie in pinned memory, from where they go over the bus. No torch here.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from data_plane.adapters.format.chunk_memory import ChunkMemory, taken_bytes
 from data_plane.adapters.format.manifest import Manifest, read_manifest
 from data_plane.plan import AdapterSource, ChunkBytes
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,8 @@ class _Kept:
 
     manifest: bytes
     size_bytes: int  # that count against the budget
-    memory: memoryview | None  # for all chunks; None: each keeps its own
-    chunks: list[ChunkBytes] = field(default_factory=list)
+    places: list[memoryview] | None  # one for each chunk; None: the chunks stay where the source put them
+    chunks: list[ChunkBytes] = field(default_factory=list)  # those that were read
 
 
 class _Chunks:
@@ -59,20 +57,10 @@ class _Chunks:
 class HostTier:
     """The adapters that are kept, for all sessions of a worker. Any thread may use it."""
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        *,
-        allocate: Callable[[int], memoryview] | None = None,
-        taken_bytes: Callable[[int], int] = lambda size_bytes: size_bytes,
-    ) -> None:
-        """`allocate`: memory of a size for an adapter's chunks, which takes `taken_bytes` of that size.
-
-        None: the bytes are kept as the source gave them.
-        """
+    def __init__(self, budget_bytes: int, memory: ChunkMemory | None = None) -> None:
+        """`memory`: where chunks are kept; None: as the source gave them."""
         self._budget_bytes = budget_bytes
-        self._allocate = allocate
-        self._taken_bytes = taken_bytes
+        self._memory = memory
         self._lock = threading.Lock()
         # Invariant: _used_bytes is the sum of what is in _kept and of what loads have reserved, and at most the budget.
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # by digest, the least recently loaded first
@@ -103,26 +91,35 @@ class HostTier:
 
     def reserve(self, data: bytes, manifest: Manifest) -> _Kept | None:
         """Make room for an adapter that is being read. None if it is larger than what others can make room for."""
-        size = sum(chunk.size_bytes for chunk in manifest.chunks)
-        taken = len(data) + self._taken_bytes(size)
+        sizes = [chunk.size_bytes for chunk in manifest.chunks]
+        taken = len(data) + sum(sizes if self._memory is None else map(taken_bytes, sizes))
         with self._lock:
             if taken > self._budget_bytes:
                 return None
             while self._used_bytes + taken > self._budget_bytes and self._kept:
-                _, oldest = self._kept.popitem(last=False)
-                self._used_bytes -= oldest.size_bytes
+                self._evict_oldest()
             if self._used_bytes + taken > self._budget_bytes:  # other loads have reserved the rest
                 return None
-            self._used_bytes += taken
-        kept = _Kept(data, taken, None)
-        if self._allocate is not None:
-            try:
-                kept.memory = self._allocate(size)
-            except (MemoryError, RuntimeError) as error:  # what torch raises for memory that cannot be pinned
-                self.release(kept)
-                logger.warning("adapter not kept in host memory digest=%s error=%s", manifest.digest, error)
+            places = None
+            if self._memory is not None and (places := self._places(self._memory, sizes)) is None:
                 return None
-        return kept
+            self._used_bytes += taken
+            return _Kept(data, taken, places)
+
+    def _places(self, memory: ChunkMemory, sizes: Sequence[int]) -> list[memoryview] | None:
+        """One for each size. Where no gap is wide enough, older adapters leave; None if that does not help."""
+        places: list[memoryview] = []
+        for size in sizes:
+            while (place := memory.take(size)) is None and self._kept:
+                self._evict_oldest()
+            if place is None:
+                return None
+            places.append(place)
+        return places
+
+    def _evict_oldest(self) -> None:
+        _, oldest = self._kept.popitem(last=False)
+        self._used_bytes -= oldest.size_bytes
 
     def keep(self, digest: str, kept: _Kept) -> None:
         """All chunks of a reservation have been read."""
@@ -159,16 +156,14 @@ class _TieredSource:
         if kept is None:
             yield from chunks
             return
-        end, is_whole = 0, False
+        is_whole = False
         try:
             for chunk in chunks:
-                if kept.memory is None:
-                    kept.chunks.append(chunk)
-                else:
-                    place = kept.memory[end : end + len(chunk)]
+                if kept.places is not None:
+                    place = kept.places[len(kept.chunks)]
                     place[:] = chunk
-                    kept.chunks.append(place)
-                    end += len(chunk)
+                    chunk = place
+                kept.chunks.append(chunk)
                 # The last one is kept before it is given: whoever gets it may never request another.
                 if len(kept.chunks) == len(manifest.chunks):
                     self._tier.keep(manifest.digest, kept)

@@ -40,6 +40,7 @@ class Demand:
     bytes_per_block: int
     most_blocks: int  # that all rows of the longest context can use
     host_kv_bytes: int = 0  # where host KV lies in the same memory
+    pinned_bytes: int = 0  # likewise of adapters that are kept beside the arena
     graph_bytes: int = 0  # for graphs that are captured later
 
 
@@ -64,7 +65,8 @@ def fitting_blocks(measured: Measured, demand: Demand, config: WorkerConfig, *, 
     A worker keeps to its share of the device (`--memory-utilization`), whatever other processes take, and to what they
     leave. Raises ConfigError if not one block fits, or if they leave less than a share that was named.
     """
-    beside = measured.step + demand.host_kv_bytes + demand.graph_bytes + config.memory_headroom_bytes
+    beside = measured.step + demand.host_kv_bytes + demand.pinned_bytes + demand.graph_bytes
+    beside += config.memory_headroom_bytes
     room = measured.free - beside
     utilization = config.memory_utilization
     if utilization is None and not is_gpu:
@@ -101,11 +103,13 @@ def _too_small(measured: Measured, demand: Demand, config: WorkerConfig, room: i
         "weights and arena take": measured.own,
         "the largest step": measured.step,
         "host KV": demand.host_kv_bytes,
+        "adapters beside the arena": demand.pinned_bytes,
         "graphs": demand.graph_bytes,
         "the headroom": config.memory_headroom_bytes,
     }
     parts = ", ".join(f"{name} {size(held)}" for name, held in taken.items() if held)
     flags = "--token-budget, --max-rows" + (", --host-kv-bytes" if demand.host_kv_bytes else "")
+    flags += ", --pinned-bytes" if demand.pinned_bytes else ""
     return (
         f"{flag} leaves {max(room, 0)} bytes, and no KV block of {demand.bytes_per_block} bytes fits: {parts}; "
         f"lower {flags} or --arena-bytes"

@@ -144,12 +144,13 @@ async def test_where_a_worker_s_memory_went_is_in_its_status(clock: FakeClock) -
         host_kv_bytes=5,
         graph_bytes=6,
         headroom_bytes=7,
+        pinned_bytes=8,
     )
     fleet = make_fleet(clock)
     snapshot = fleet.attach(encode_hello(replace(CAPACITIES, memory=use), "w0").hello).snapshot()
     assert (snapshot.memory_bytes, snapshot.weights_bytes, snapshot.step_memory_bytes) == (1, 2, 3)
     assert (snapshot.kv_bytes, snapshot.host_kv_bytes) == (4, 5)
-    assert (snapshot.graph_bytes, snapshot.headroom_bytes) == (6, 7)
+    assert (snapshot.graph_bytes, snapshot.headroom_bytes, snapshot.pinned_bytes) == (6, 7, 8)
 
 
 async def test_memory_beyond_every_machine_is_refused_by_its_field(clock: FakeClock) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from data_plane.adapters.format.chunk_memory import ChunkMemory, taken_bytes
 from data_plane.adapters.format.host_tier import HostTier
 from data_plane.errors import AdapterCorrupt, AdapterUnavailable
 from tests.data_plane.adapters.factories import DictSource, Packed, make_arena, pack, run_step
@@ -34,6 +36,10 @@ class CountedSource(DictSource):
 
 def size(packed: Packed) -> int:
     return len(packed.manifest) + sum(map(len, packed.chunks))
+
+
+def size_in_memory(packed: Packed) -> int:
+    return sum(taken_bytes(len(chunk)) for chunk in packed.chunks)
 
 
 def read(tier: HostTier, source: CountedSource, packed: Packed) -> list[bytes]:
@@ -108,36 +114,37 @@ def test_two_loads_of_one_adapter_at_once_are_counted_once() -> None:
     assert (tier.stats().num_adapters, tier.stats().used_bytes) == (1, size(packed))
 
 
-def test_chunks_lie_in_memory_that_was_allocated_and_stay_there_while_they_are_read() -> None:
-    packed, other = pack(8), pack(8, seed=1)
-    blocks: list[bytearray] = []
-
-    def allocate(size_bytes: int) -> memoryview:
-        blocks.append(bytearray(size_bytes))
-        return memoryview(blocks[-1])
-
-    def taken(size_bytes: int) -> int:
-        return 2 * size_bytes
-
-    source = CountedSource(packed, other)
-    num_bytes = 2 * sum(map(len, packed.chunks)) + len(packed.manifest)
-    tier = HostTier(num_bytes + 100, allocate=allocate, taken_bytes=taken)
+def test_chunks_lie_in_the_memory_and_stay_there_while_they_are_read() -> None:
+    packed, other, third = pack(8), pack(8, seed=1), pack(8, seed=2)
+    source, whole = CountedSource(packed, other, third), np.zeros(2 * size_in_memory(packed), dtype=np.uint8)
+    tier = HostTier(len(packed.manifest) + size_in_memory(packed), ChunkMemory(whole))  # one fits
     arena = make_arena()
     arena.load(0, 1, packed.digest, tier.over(source))
-    assert blocks == [b"".join(packed.chunks)] and tier.stats().used_bytes == num_bytes
+    assert bytes(whole).find(packed.chunks[0]) == 0, "it lies there"
     _, chunks = tier.over(source).open(packed.digest)
-    arena.load(1, 1, other.digest, tier.over(source))  # takes its place
+    arena.load(1, 1, other.digest, tier.over(source))  # takes its place in the tier
+    arena.load(2, 1, third.digest, tier.over(source))
     assert tier.stats().num_adapters == 1
     assert [bytes(chunk) for chunk in chunks] == packed.chunks
-    run_step(arena, [0, 1, -1], {0: packed, 1: other})
+    run_step(arena, [0, 1, 2, -1], {0: packed, 1: other, 2: third})
+    del chunks
+    for each in (packed, other, third, packed):
+        assert read(tier, source, each) == read(tier, source, each) == each.chunks
 
 
-def test_memory_that_cannot_be_had_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
-    def allocate(size_bytes: int) -> memoryview:
-        raise RuntimeError(f"cannot pin {size_bytes} bytes")
+def test_adapters_of_other_sizes_take_the_memory_of_those_that_left() -> None:
+    """What is kept never takes more than the memory, whatever sizes came before."""
+    few, many = [pack(8, seed=seed) for seed in range(6)], [pack(64, seed=seed) for seed in range(6, 9)]
+    budget = 3 * size_in_memory(many[0])
+    source, tier = CountedSource(*few, *many), HostTier(budget, ChunkMemory(np.zeros(budget, dtype=np.uint8)))
+    for packed in [*few, *many, *few, many[0], few[0], many[1], few[1], many[1], few[1]]:
+        assert read(tier, source, packed) == packed.chunks
+        assert tier.stats().used_bytes <= budget and tier.stats().num_adapters > 0
+    assert source.opened[-4:] != [many[1].digest, few[1].digest] * 2, "the last two were there"
 
+
+def test_memory_without_a_gap_that_is_wide_enough_is_done_without() -> None:
     packed = pack(8)
-    source, tier = CountedSource(packed), HostTier(1 << 20, allocate=allocate)
+    source, tier = CountedSource(packed), HostTier(1 << 20, ChunkMemory(np.zeros(300, dtype=np.uint8)))
     assert read(tier, source, packed) == read(tier, source, packed) == packed.chunks
     assert len(source.opened) == 2 and tier.stats().used_bytes == 0
-    assert "not kept in host memory" in caplog.text

@@ -39,10 +39,17 @@ def test_on_the_cpu_other_processes_get_most_of_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"memory_utilization": 0.7}, {}])
-def test_headroom_host_kv_and_graphs_come_off(settings: dict[str, Any]) -> None:
+def test_headroom_host_memory_and_graphs_come_off(settings: dict[str, Any]) -> None:
     without = fitting_blocks(MEASURED, DEMAND, config(**settings), is_gpu=True)
-    beside = replace(DEMAND, host_kv_bytes=40, graph_bytes=20)
-    assert fitting_blocks(MEASURED, beside, config(**settings, memory_headroom_bytes=40), is_gpu=True) == without - 10
+    beside = replace(DEMAND, host_kv_bytes=40, graph_bytes=20, pinned_bytes=30)
+    assert fitting_blocks(MEASURED, beside, config(**settings, memory_headroom_bytes=40), is_gpu=True) == without - 13
+
+
+def test_no_block_beside_adapters_in_the_same_memory_names_their_flag() -> None:
+    with pytest.raises(
+        ConfigError, match=r"adapters beside the arena 600 B; lower .*, --pinned-bytes or --arena-bytes$"
+    ):
+        fitting_blocks(MEASURED, replace(DEMAND, pinned_bytes=600), config(), is_gpu=False)
 
 
 def test_a_share_that_others_hold_is_refused_with_the_share_that_is_free() -> None:

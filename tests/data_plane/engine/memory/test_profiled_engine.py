@@ -98,6 +98,13 @@ def test_the_largest_step_decides_how_many_blocks_there_are(
     )
     assert engine.capacities.num_blocks - fewer.capacities.num_blocks == (1 << 20) // block_bytes
     assert fewer.capacities.memory.headroom_bytes == 1 << 20
+    # On the CPU adapters that are kept beside the arena share the memory.
+    fewer = build_engine(
+        worker_config(checkpoint, memory_utilization=0.5, pinned_bytes=2 << 20, token_budget=512, **settings),
+        memory=FakeMemory(),
+    )
+    assert engine.capacities.num_blocks - fewer.capacities.num_blocks == (2 << 20) // block_bytes
+    assert fewer.capacities.memory.pinned_bytes == 2 << 20
 
 
 @pytest.mark.parametrize("max_rows", [1, 7])
