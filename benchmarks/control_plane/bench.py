@@ -127,7 +127,7 @@ def time_steps(
     running = make_requests(num_rows, min(num_adapters, NUM_SLOTS), rng, num_generated)
     waiting = make_requests(num_rows + num_waiting, num_adapters, rng, num_generated)[num_rows:]
     for request in running + waiting:
-        scheduler.add(request, request.arrival_s)
+        scheduler.add(request)
     obey(scheduler)
     encoder = PlanEncoder(epoch=1, vocab_size=VOCAB_SIZE)
     prefill_left: dict[int, int] = {}
@@ -151,7 +151,7 @@ def time_steps(
         result = encoder.decode_result(plan_pb2.StepResult.FromString(pending.pop(0)))
         decoded = time.thread_time()
         assert result is not None, "a stale result"
-        scheduler.apply(result, 0.0)
+        scheduler.apply(result)
         spent_s += time.thread_time() - decoded
         wire_s += decoded - began
         obey(scheduler)
@@ -171,7 +171,7 @@ def time_queueing(count: int, seed: int) -> float:
     requests = make_requests(count, 200, random.Random(seed))
     began = time.thread_time()
     for request in requests:
-        scheduler.add(request, request.arrival_s)
+        scheduler.add(request)
     return time.thread_time() - began
 
 
@@ -184,7 +184,7 @@ def queued_bytes(count: int, seed: int) -> float:
     num_tokens = 0
     for request in make_requests(count, 200, rng):
         num_tokens += len(request.prompt_token_ids)
-        scheduler.add(request, request.arrival_s)
+        scheduler.add(request)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # Every token id of the generator is an int object of 28 bytes beside its place in the tuple; small ones are shared.

@@ -47,7 +47,7 @@ def make_session(idx: int, adapters: list[AdapterRef], rng: random.Random) -> Wo
     for number in range(rng.randint(1, 12)):
         prompt = PROMPT if number == 0 and idx % 2 else tuple(rng.randrange(32000) for _ in range(64))
         adapter = None if number == 0 else rng.choice(adapters)
-        scheduler.add(Request(RequestId(number + 1), prompt, 256, adapter=adapter), 0.0)
+        scheduler.add(Request(RequestId(number + 1), prompt, 256, adapter=adapter))
     for _ in range(4):
         for command in scheduler.slot_commands():
             if isinstance(command, LoadSlot):
@@ -55,7 +55,7 @@ def make_session(idx: int, adapters: list[AdapterRef], rng: random.Random) -> Wo
         plan = scheduler.plan(0.0)
         assert plan is not None, "nothing to do for a worker that was given requests"
         rows = SchedulerProbe(scheduler).sampled_rows()
-        scheduler.apply(StepResult(plan.step_id, rows, [1] * len(rows)), 0.0)
+        scheduler.apply(StepResult(plan.step_id, rows, [1] * len(rows)))
     return session
 
 

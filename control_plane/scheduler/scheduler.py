@@ -7,9 +7,6 @@ touch is given away. Only blocks that a plan moves to host memory are free for t
 such moves alone.
 """
 
-# Every entry takes the time, whether its rules need the time today or not: callers need not know.
-# ruff: noqa: ARG002
-
 from __future__ import annotations
 
 from collections import deque
@@ -97,7 +94,7 @@ class Scheduler:
 
     # ---- requests ----
 
-    def add(self, request: Request, now_s: float) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request; its adapter is demanded at once.
 
         Raises RequestNeverFits (or its subclasses for context and adapter) if it could not run here even alone.
@@ -120,7 +117,7 @@ class Scheduler:
             return refusal
         return None
 
-    def cancel(self, request_id: RequestId, now_s: float, index: int | None = None) -> None:
+    def cancel(self, request_id: RequestId, index: int | None = None) -> None:
         """End a request, or one of its completions, without an output. Unknown and ended requests are ignored."""
         group = self._groups.get(request_id)
         if group is not None and index is not None and len(group.members) > 1:
@@ -258,10 +255,11 @@ class Scheduler:
         if draft.is_empty and not draft.swap_outs:
             return None
         num_steps = repeat(draft, self._worker, max_steps)
-        if self._worker.rows.num_wanting_logprobs > 0:
+        wants_logprobs = self._worker.rows.num_wanting_logprobs > 0  # host-fed rows do: beams are chosen by them
+        if wants_logprobs:
             draft.feed()
         plan, steps = draft.finish(self._next_step_id, self._worker.rows.free.drain_freed(), num_steps)
-        if self._worker.rows.num_wanting_logprobs > 0:
+        if wants_logprobs:
             note_logprobs(steps)
         self._next_step_id += num_steps
         for account, num_rows in draft.decodes.num_rows_by_account.items():
@@ -272,7 +270,7 @@ class Scheduler:
         self._in_flight.extend(steps)
         return plan
 
-    def apply(self, result: StepResult, now_s: float) -> Outputs:
+    def apply(self, result: StepResult) -> Outputs:
         """Take the result of the oldest step in flight. Raises ResultMismatch if it is not that."""
         check_result(self._in_flight, result)
         step = self._in_flight.popleft()
@@ -329,7 +327,10 @@ class Scheduler:
         )
 
     def _is_stuck(self) -> bool:
-        """Whether a request could run, and nothing is under way: it runs and is read, or it waits where none runs."""
+        """Whether requests could be computed, and nothing is under way.
+
+        Paused requests do not count. Requests that wait count only where no request holds a row.
+        """
         if self._in_flight or self._worker.slots.is_changing(self._worker.queues.waiting.urgent_digest):
             return False
         if self._worker.rows.held:

@@ -303,7 +303,9 @@ class StepPlan:
     fed_tokens: list[tuple[int, int]] = field(default_factory=list)  # (row, token id) of host-fed rows that decode
     swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (block, host block), first of all block moves
     swap_ins: list[tuple[int, int]] = field(default_factory=list)  # (host block, block), before block_copies
-    num_steps: int = 1  # the plan, then this many less one that only decode on; step ids go on counting
+    num_steps: int = (
+        1  # that the plan stands for: this one, then steps in which the same rows decode on, ids counting up
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,22 +403,20 @@ class RequestOutput:
     request_id: RequestId
     token_ids: list[int]  # new tokens, may be empty
     finish_reason: FinishReason | None = None  # set once, last
-    # Of the request, set with its first tokens from each worker and with its end: prompt tokens served by the prefix
-    # cache at the first admission, and monotonic time of the first plan that carried the request.
-    num_cached_tokens: int = 0
-    first_scheduled_s: float | None = None
-    slot: SlotRef | None = None  # that its adapter was in when the request took its rows last; set together with these
-    adapter_ready_s: float | None = None  # monotonic time of the end of its adapter's load; set together with these
+    # The next four are set with the request's first tokens from each worker, and with its end.
+    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache at the first admission
+    first_scheduled_s: float | None = None  # monotonic time of the first plan that carried the request
+    slot: SlotRef | None = None  # that its adapter was in when the request last took rows
+    adapter_ready_s: float | None = None  # monotonic time at which the load of its adapter ended
     message: str = ""  # for ADAPTER_FAILED: why
     is_mismatch: bool = False  # for ADAPTER_FAILED: the adapter itself does not fit the worker's model
     is_crowded_out: bool = False  # for ADAPTER_FAILED: pinned adapters leave no room for the request's
-    request: Request | None = None  # for ADAPTER_FAILED, NOT_FINITE: it with every accepted token, to go on elsewhere
-    # With several samples or beams every index ends by itself. An end other than LENGTH and STOP_TOKEN ends all.
-    index: int = 0
+    request: Request | None = None  # for ADAPTER_FAILED, NOT_FINITE: with every accepted token, to go on elsewhere
+    index: int = 0  # which completion. Each ends by LENGTH or STOP_TOKEN; every other reason ends the whole request
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, where requested
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # all of the prompt's, once, with the first token of index 0
     score: float | None = None  # for beam search: what the completions are ranked by
-    num_searched: int = 0  # for beam search, where it ended, however that was: tokens computed over all beams
+    num_searched: int = 0  # for beam search, at its end of whatever kind: tokens computed over all beams
     pooled: Vector | None = None  # with POOLED: the vector
 
 

@@ -68,7 +68,7 @@ class Peers:
         while (plan := self.scheduler.plan(0.0)) is not None:
             yield self._encoder.encode(plan).step_plan
             rows = SchedulerProbe(self.scheduler).sampled_rows()
-            list(self.scheduler.apply(StepResult(plan.step_id, rows, [5] * len(rows)), 0.0))
+            list(self.scheduler.apply(StepResult(plan.step_id, rows, [5] * len(rows))))
 
 
 def begin(sequence: Sequence, row_idx: int = 0, slot_idx: int | None = None) -> Row:
@@ -87,7 +87,7 @@ def make_request(request_id: int, num_prompt: int, max_tokens: int = 2, **fields
 def test_forks_of_a_long_prompt_carry_it_once_in_each_plan(num_samples: int) -> None:
     peers = Peers()
     request = make_request(1, 70_000, num_samples=num_samples)
-    peers.scheduler.add(request, 0.0)
+    peers.scheduler.add(request)
     prompt = np.array(request.prompt_token_ids)
     num_begun = num_bytes = 0
     for message in peers.plans():
@@ -104,12 +104,12 @@ def test_forks_of_a_long_prompt_carry_it_once_in_each_plan(num_samples: int) -> 
 def test_requests_that_share_a_cached_prompt_begin_in_as_many_plans_as_their_tokens_take() -> None:
     peers = Peers()
     first = make_request(1, 50_000)
-    peers.scheduler.add(first, 0.0)
+    peers.scheduler.add(first)
     for _ in peers.plans():
         pass
     for number in range(2, 42):
         own = (*first.prompt_token_ids,)  # equal, and not the same object
-        peers.scheduler.add(replace(first, request_id=RequestId(number), prompt_token_ids=own), 0.0)
+        peers.scheduler.add(replace(first, request_id=RequestId(number), prompt_token_ids=own))
     begun: list[int] = []
     for message in peers.plans():
         assert message.ByteSize() <= PLAN_BYTES + OTHER_BYTES
@@ -123,7 +123,7 @@ def test_completions_that_go_on_begin_in_as_many_plans_as_their_own_tokens_take(
     peers = Peers()
     completions = (Completion((7,) * 30_000),) * 30
     request = make_request(1, 1000, 30_001, num_samples=30, completions=completions)
-    peers.scheduler.add(request, 0.0)
+    peers.scheduler.add(request)
     lengths = []
     for message in peers.plans():
         assert message.ByteSize() <= PLAN_BYTES + OTHER_BYTES
@@ -134,8 +134,8 @@ def test_completions_that_go_on_begin_in_as_many_plans_as_their_own_tokens_take(
 def test_a_row_that_takes_more_than_a_plans_share_begins_alone() -> None:
     limits = replace(LIMITS, max_model_len=1_000_000, max_step_tokens=600_000)
     peers = Peers(limits)
-    peers.scheduler.add(make_request(1, 600_000), 0.0)
-    peers.scheduler.add(make_request(2, 10), 0.0)
+    peers.scheduler.add(make_request(1, 600_000))
+    peers.scheduler.add(make_request(2, 10))
     sizes = [(len(message.new_rows), message.ByteSize()) for message in peers.plans()]
     assert sizes[0][0] == 1 and PLAN_BYTES < sizes[0][1] < MAX_ROW_BYTES
     assert sum(num_rows for num_rows, _ in sizes) == 2
@@ -145,9 +145,9 @@ def test_a_request_that_no_plan_can_carry_is_refused_with_the_numbers() -> None:
     limits = replace(LIMITS, max_model_len=10_000_000, num_blocks=600_000)
     scheduler = Scheduler(limits)
     with pytest.raises(PlanNeverFits, match=r"4000000 tokens .* take 17000000 bytes of a plan") as caught:
-        scheduler.add(make_request(1, 10, 3_999_990), 0.0)
+        scheduler.add(make_request(1, 10, 3_999_990))
     assert str(MAX_ROW_BYTES) in str(caught.value)
-    scheduler.add(make_request(2, 10, 3_000_000), 0.0)
+    scheduler.add(make_request(2, 10, 3_000_000))
 
 
 def test_a_search_whose_rows_one_plan_cannot_carry_is_not_swapped_out() -> None:

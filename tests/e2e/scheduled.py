@@ -106,7 +106,7 @@ def serve(
     sent, session = SentConstraints(), SessionConstraints()
     source_of = {adapter.info.digest: adapter for adapter in adapters}
     for request in requests:
-        scheduler.add(request, 0.0)
+        scheduler.add(request)
     results: deque[plan_pb2.StepResult] = deque()
     completions: Completions = {}
     for _ in range(10_000):
@@ -114,7 +114,7 @@ def serve(
             if not then:
                 break
             for request in then[0]:
-                scheduler.add(request, 0.0)
+                scheduler.add(request)
             then = then[1:]
         commands = list(scheduler.slot_commands())
         for command in commands:
@@ -135,7 +135,7 @@ def serve(
         assert results, "nothing is planned and nothing is under way"
         result = encoder.decode_result(results.popleft())
         assert result is not None
-        for output in scheduler.apply(result, 0.0):
+        for output in scheduler.apply(result):
             _record(completions.setdefault((output.request_id, output.index), Served()), output)
         check_scheduler(scheduler)
     assert not scheduler.request_ids, "not done after 10 000 turns"

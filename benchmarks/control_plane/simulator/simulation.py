@@ -154,7 +154,7 @@ class Simulation:
         worker = next(placement.by_preference(candidates, need, self._placement_costs))
         self._shortlist.placed(request, worker.worker_id)
         self._live[request.request_id].worker = worker
-        worker.scheduler.add(request, self.now_s)
+        worker.scheduler.add(request)
         self._pump(worker)
 
     def _record(self, outputs: Outputs) -> None:
@@ -235,7 +235,7 @@ class Simulation:
 
     def _return_result(self, worker: SimulatedWorker) -> None:
         if worker.is_up:
-            outputs = worker.scheduler.apply(worker.take_result(self.now_s), self.now_s)
+            outputs = worker.scheduler.apply(worker.take_result(self.now_s))
             self._pump(worker)
             self._record(outputs)
 

@@ -152,7 +152,7 @@ class WorkerSession:
 
     def add(self, request: Request) -> None:
         """Take a request on. Raises RequestNeverFits."""
-        self.scheduler.add(request, self._clock())
+        self.scheduler.add(request)
         self._pump_soon()
 
     def refusal(self, request: Request) -> RequestNeverFits | None:
@@ -161,7 +161,7 @@ class WorkerSession:
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> None:
         """Drop a request, or one of its completions. Its blocks and slot are free once no plan in flight uses them."""
-        self.scheduler.cancel(request_id, self._clock(), index)
+        self.scheduler.cancel(request_id, index)
         self._pump_soon()
 
     def withdraw(self, request_id: RequestId) -> Request | None:
@@ -280,7 +280,7 @@ class WorkerSession:
             return
         self.steps.step_finished(result, message.step_time_us)
         self._work.step_finished(message.step_time_us, self._last_heard_s)
-        outputs = self.scheduler.apply(result, received_s)
+        outputs = self.scheduler.apply(result)
         try:
             self._pump()  # before delivering: the worker waits, and the readers are woken later anyway
             self._round_trip.step(message.step_time_us, self._clock() - received_s)

@@ -102,7 +102,7 @@ class Row:
         self.num_in_flight += num_steps
 
     def plan_last_again(self) -> None:
-        """Note that a step in flight sampled nothing behind the tokens that it computed: it counts for one less."""
+        """Note that a step sampled nothing after the row's last token: that token is planned once more."""
         self.most_planned = max(self.most_planned, self.num_planned)
         self.num_planned -= 1
 

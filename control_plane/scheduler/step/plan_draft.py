@@ -55,9 +55,9 @@ class PlanDraft:
         return not self.decodes and not self.prefills
 
     def may_begin(self, sequences: Items[Sequence]) -> bool:
-        """Whether the plan has bytes left for the rows of these sequences of one request; without others it always has.
+        """Whether the plan has bytes left for the rows of these sequences of one request; if not, the next plan has.
 
-        Where it has not, they begin in the next plan.
+        The first row of a plan may always begin.
         """
         return not self.new_rows or self._num_row_bytes + self._bytes_of(sequences) <= PLAN_BYTES
 
@@ -81,7 +81,7 @@ class PlanDraft:
         self.prefills.append((row, num_tokens, row.is_decoding))
 
     def feed(self) -> None:
-        """Note the tokens that host-fed rows are fed; not called if no row is host-fed."""
+        """Note the tokens that host-fed rows are fed. Need not be called if no row is host-fed."""
         self.fed_tokens = [
             (row.row_idx, row.sequence.generated[-1]) for row in self.decodes.by_idx if row.sequence.is_host_fed
         ]
@@ -111,7 +111,7 @@ class PlanDraft:
 
 
 def note_logprobs(steps: list[InFlightStep]) -> None:
-    """Note the rows whose results must bring log-probabilities; not called if there are none."""
+    """Note the rows whose results must bring log-probabilities. Need not be called if there are none."""
     for step in steps:
         sampling = [*step.decodes, *(row for row, _, samples in step.prefills if samples)]
         step.logprob_rows = [row.row_idx for row in sampling if row.sequence.sampling.num_logprobs is not None]

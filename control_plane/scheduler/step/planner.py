@@ -34,9 +34,7 @@ class Planner:
         self._long_tokens = settings.long_tokens(limits)
         self._watermark = max(1, round(limits.num_blocks * settings.watermark))
         self._backfill = Backfill(worker, watermark=self._watermark, max_blocked_steps=settings.max_blocked_steps)
-        self._owes_decodes = (
-            False  # the last step computed prompts for vectors alone, under a policy with prompts first
-        )
+        self._owes_decodes = False  # for prompts before decodes: the last step had prompts for vectors alone
         self.prefix_query_tokens = 0  # looked up at first admissions, in all
         self.prefix_hit_tokens = 0  # of those found in the prefix cache
 
@@ -54,10 +52,10 @@ class Planner:
     # ---- policies ----
 
     def _fill_chunked(self, draft: PlanDraft, now_s: float) -> None:
-        """Decodes, then unfinished prefills, those about to finish first, then swapped, then waiting requests.
+        """Decodes, short unfinished prefills (those about to finish first), swapped, waiting requests, long prefills.
 
-        Only a request that is due (backfill.py) goes before swapped ones. A long prefill leaves half of what is left to
-        requests that wait, and takes what they do not need.
+        Only a request that is due (backfill.py) goes before swapped ones. Half of the budget behind the short prefills
+        is kept for the long ones; they also take what the requests before them leave.
         """
         batch, prefilling = self._worker.rows.grouped()
         is_starved = self._plan_decodes(draft, batch)
@@ -81,9 +79,9 @@ class Planner:
         """Whole prompts as long as some are admitted, else decodes, then swapped requests.
 
         While a request could return from host memory, none is admitted.
-        Only a prompt larger than the whole budget is computed in chunks, alone, one step after the other. A step whose
-        prompts all end in vectors took no row for decodes: without end they could follow one another, so that decodes
-        come next.
+        Only a prompt larger than the whole budget is computed in chunks, alone, one step after the other. Prompts
+        usually stop because their requests keep their rows. Prompts for vectors give their rows back and could keep
+        decodes out for ever, so decodes follow a step that had no other prompts.
         """
         batch, prefilling = self._worker.rows.grouped()
         if self._owes_decodes:
@@ -104,16 +102,16 @@ class Planner:
     # ---- requests that run ----
 
     def _plan_decodes(self, draft: PlanDraft, batch: DecodeBatch) -> bool:
-        """Plan one token of every row of the batch, in order of arrival; True if one of them lacked a block or budget.
+        """Plan one token of every row of the batch, in order of arrival. Returns whether one lacked a block or budget.
 
-        A row that lacks a block, or loses its own to one before it, is left out.
+        A row that lacks a block is left out, and so is a row that was preempted for a row before it.
         """
         is_starved = len(batch) > draft.budget
         rows = batch.rows[: draft.budget] if is_starved else batch.rows
         left_out = plan_next_tokens(rows, lambda row: self._may_decode(row, draft))
         if left_out or is_starved:
             planned = [row for row in rows if row not in left_out]
-            # In the place of a row that waits for a block, one behind the budget: it may have what the other waits for.
+            # Rows beyond the budget take the places of rows left out: as they end, they free the blocks that are short.
             for row in batch.rows[len(rows) :]:
                 if len(planned) == draft.budget:
                     break
@@ -169,7 +167,7 @@ class Planner:
     # ---- requests that wait ----
 
     def _swap_in(self, draft: PlanDraft) -> bool:
-        """Bring swapped requests back, one after the other; False if a request that might return lacks something.
+        """Bring swapped requests back in their order. Returns False if the next one lacks rows, blocks or budget.
 
         A request whose adapter is not ready is skipped. All others wait for the request before them.
         """
@@ -181,12 +179,12 @@ class Planner:
             num_needed, num_unheld = worker.swap.count_blocks(group)
             has_rows = worker.rows.free.num_free >= len(members)
             if has_rows and self._fit(num_needed, num_unheld) is BlockFit.OK:
-                self._return(group, draft)
-            elif not self._free_paused(draft):
+                self._swap_in_group(group, draft)
+            elif not self._preempt_paused(draft):
                 return False
         return True
 
-    def _return(self, group: SequenceGroup, draft: PlanDraft) -> None:
+    def _swap_in_group(self, group: SequenceGroup, draft: PlanDraft) -> None:
         """Give a swapped request rows, blocks and leases again, and plan the last known token of each sequence."""
         worker, members = self._worker, group.live_members()
         worker.queues.leave_swapped(group)
@@ -198,20 +196,22 @@ class Planner:
             draft.begin(row, worker.rows.slot_generation(row), worker.rows.slot_uses(row))
             draft.prefill(row)
 
-    def _free_paused(self, draft: PlanDraft) -> bool:
-        """Whether a paused request was preempted. What it held is free at once, or after the results that name it."""
+    def _preempt_paused(self, draft: PlanDraft) -> bool:
+        """Preempt a paused request that holds rows. Returns False if none does, or if other rows are draining.
+
+        What the request held is free at once, or after the results that name it.
+        """
         worker = self._worker
-        victim = (
-            choose_paused(worker.rows.held)
-            if worker.lifecycle.num_paused > 0 and worker.rows.num_draining == 0
-            else None
-        )
-        if victim is not None:
-            self._preempt(victim, draft)
-        return victim is not None
+        if worker.lifecycle.num_paused == 0 or worker.rows.num_draining > 0:
+            return False
+        victim = choose_paused(worker.rows.held)
+        if victim is None:
+            return False
+        self._preempt(victim, draft)
+        return True
 
     def _admit(self, draft: PlanDraft, now_s: float, num_long: int = 0) -> None:
-        """Start waiting requests while budget, rows and blocks last: those set aside, then in the queue's order.
+        """Start waiting requests while budget, rows and blocks last: those set aside, then others in the queue's order.
 
         A request whose adapter is not ready is skipped. backfill.py decides about requests that lack rows or blocks.
         `num_long`: long prefills that are unfinished.
@@ -234,7 +234,7 @@ class Planner:
                 return
             num_hits = self._fitting_hits(waiting)
             if num_hits is None:
-                if self._free_paused(draft):
+                if self._preempt_paused(draft):
                     continue
                 if backfill.holds_up(waiting):
                     return
@@ -258,9 +258,9 @@ class Planner:
         return num_partial < self._settings.max_partial_prefills
 
     def _next_waiting(self, *, may_be_long: bool) -> tuple[SequenceGroup | None, SequenceGroup | None]:
-        """The next request; or a request of its tenant that overtakes it, for its adapter is in the running batch.
+        """The next request, and None. Or a request of the same tenant that overtakes it, and the request overtaken.
 
-        The second value is the request that is overtaken, or None.
+        Only a request whose adapter is in the running batch may overtake.
         """
         worker = self._worker
         group = worker.queues.waiting.peek(may_be_long=may_be_long)
@@ -300,7 +300,7 @@ class Planner:
         )
 
     def _start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft, now_s: float) -> bool:
-        """Give a waiting group its rows, all blocks of its prefills and leases, and plan the first one's first chunk.
+        """Give a waiting group rows, leases and all blocks of its prefills, and plan the first chunk of the first one.
 
         All blocks at once, so that an unfinished prefill never waits for blocks and every admission gains a token.
         Returns whether a long prefill is left.

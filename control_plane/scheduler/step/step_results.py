@@ -62,45 +62,46 @@ class StepResults:
     def _apply_token(
         self, row: Row, num_tokens: int, token_id: int | None, result: StepResult, outputs: list[RequestOutput]
     ) -> None:
-        """Apply the result of a row that was to sample; None: it failed, or its constraint was not followed in time."""
+        """Apply the result of a row that was to sample. `token_id` None: it failed, or sat out the step."""
         row.end_step()
         sequence = row.sequence
         if row.row_idx in result.waiting_rows:
             self._apply_wait(row, num_tokens)
-            return
-        if not sequence.is_ended:
-            group = sequence.group
-            if token_id is None:
-                if row.row_idx in result.unconstrained_rows:
-                    outputs.append(ending(group, FinishReason.CONSTRAINT_FAILED))
-                    self._lifecycle.end(group)
-                else:
-                    self._fail(group, outputs)
-                return
+        elif sequence.is_ended:
+            self._lifecycle.leave_if_drained(row)
+        elif token_id is not None:
             row.note_computed(num_tokens)
             if sequence.is_host_fed:
                 self._apply_beam(row, result, outputs)
-                return
-            if sequence.request.pooling is not None:
+            elif sequence.request.pooling is not None:
                 self._apply_vector(row, result, outputs)
-                return
-            reason = sequence.accept(token_id)
-            group.note_progress()
-            self.num_tokens_sampled += 1
-            output = group.output([token_id], reason)
-            if sequence.has_extras:
-                _add_extras(row, output, result)
+            else:
+                self._accept(row, token_id, result, outputs)
+        elif row.row_idx in result.unconstrained_rows:
+            outputs.append(ending(sequence.group, FinishReason.CONSTRAINT_FAILED))
+            self._lifecycle.end(sequence.group)
+        else:
+            self._fail(sequence.group, outputs)
+
+    def _accept(self, row: Row, token_id: int, result: StepResult, outputs: list[RequestOutput]) -> None:
+        """Accept a sampled token, which may end its completion."""
+        sequence, group = row.sequence, row.sequence.group
+        reason = sequence.accept(token_id)
+        group.note_progress()
+        self.num_tokens_sampled += 1
+        output = group.output([token_id], reason)
+        if sequence.has_extras:
+            _add_extras(row, output, result)
+        if not sequence.is_cancelled:
             outputs.append(output)
-            if row.num_computed >= row.register_at:
-                self._rows.register(row)
-            if row.state is SequenceState.RUNNING:
-                row.apply_on()
-            if reason is not None:
-                if sequence.is_cancelled:
-                    outputs.pop()
-                self._lifecycle.end_sequence(sequence)
-                return
-        self._lifecycle.leave_if_drained(row)
+        if row.num_computed >= row.register_at:
+            self._rows.register(row)
+        if row.state is SequenceState.RUNNING:
+            row.apply_on()
+        if reason is None:
+            self._lifecycle.leave_if_drained(row)
+        else:
+            self._lifecycle.end_sequence(sequence)
 
     def _apply_wait(self, row: Row, num_tokens: int) -> None:
         """Apply the result of a row that computed and did not sample: a later step feeds its last token again."""

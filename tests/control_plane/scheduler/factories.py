@@ -73,7 +73,7 @@ class Bench:
     def add(self, *requests: Request) -> None:
         """Queue requests."""
         for request in requests:
-            self.scheduler.add(request, request.arrival_s)
+            self.scheduler.add(request)
             self.tokens[request.request_id] = list(request.generated_token_ids)
 
     def plan(self, now_s: float = 0.0, max_steps: int = 1) -> StepPlan | None:
@@ -87,7 +87,7 @@ class Bench:
 
     def return_result(self) -> list[RequestOutput]:
         """Execute the oldest step and return its result."""
-        outputs = list(self.scheduler.apply(self.worker.execute(self.sent.pop(0)), 0.0))
+        outputs = list(self.scheduler.apply(self.worker.execute(self.sent.pop(0))))
         self.keep(outputs)
         check_scheduler(self.scheduler)
         return outputs

@@ -154,7 +154,7 @@ def test_a_request_that_is_cancelled_between_two_chunks_of_its_prompt_leaves_not
     for _ in range(depth):
         bench.plan()
     bench.return_result()
-    bench.scheduler.cancel(RequestId(1), 0.0)
+    bench.scheduler.cancel(RequestId(1))
     check_scheduler(bench.scheduler)
     assert (len(bench.scheduler.request_ids), bench.scheduler.stats().num_blocks_held) == (0, 8 * (depth - 1))
     bench.add(make_request(2, prompt=33, max_tokens=2))
@@ -239,8 +239,8 @@ def test_a_cancelled_request_says_nothing_more_and_holds_nothing() -> None:
     bench.add(make_request(1, max_tokens=20), make_request(2, max_tokens=3))
     bench.plan()
     bench.plan()
-    bench.scheduler.cancel(RequestId(1), 0.0)
-    bench.scheduler.cancel(RequestId(1), 0.0)
+    bench.scheduler.cancel(RequestId(1))
+    bench.scheduler.cancel(RequestId(1))
     assert bench.scheduler.stats().num_blocks_held == 4, "plans in flight name its blocks"
     bench.run()
     assert bench.tokens[1] == [] and list(bench.ends) == [2]
@@ -298,7 +298,7 @@ def test_a_cancel_after_the_deadline_leaves_nothing_to_say() -> None:
     bench = Bench()
     bench.add(make_request(1, deadline_s=1.0))
     assert bench.plan(now_s=1.0) is None
-    bench.scheduler.cancel(RequestId(1), 1.0)
+    bench.scheduler.cancel(RequestId(1))
     assert list(bench.scheduler.expire(1.0)) == []
 
 
@@ -360,7 +360,7 @@ def test_rows_whose_logits_are_not_finite_end_alone() -> None:
     plan = bench.plan()
     assert plan is not None
     result = bench.worker.execute(plan)
-    outputs = list(bench.scheduler.apply(StepResult(1, [1], result.token_ids[1:], failed_rows=[0]), 0.0))
+    outputs = list(bench.scheduler.apply(StepResult(1, [1], result.token_ids[1:], failed_rows=[0])))
     bench.sent.clear()
     bench.keep(outputs)
     assert bench.ends[1].finish_reason is FinishReason.NOT_FINITE
@@ -377,7 +377,7 @@ def test_nobody_starts_from_blocks_of_a_request_whose_logits_were_not_finite() -
     assert plan is not None
     bench.worker.execute(plan)
     bench.sent.clear()
-    bench.keep(bench.scheduler.apply(StepResult(3, [], [], failed_rows=[0]), 0.0))
+    bench.keep(bench.scheduler.apply(StepResult(3, [], [], failed_rows=[0])))
     bench.add(make_request(2, [3] * 9))
     plan = bench.plan()
     assert plan is not None and plan.new_rows[0].num_computed_tokens == 0
@@ -398,11 +398,11 @@ def test_nobody_starts_from_blocks_of_a_request_whose_logits_were_not_finite() -
 def test_a_result_that_is_not_that_of_the_oldest_plan_is_refused(result: StepResult) -> None:
     bench = Bench()
     with pytest.raises(ResultMismatch, match="no step is in flight"):
-        bench.scheduler.apply(result, 0.0)
+        bench.scheduler.apply(result)
     bench.add(make_request(1))
     bench.plan()
     with pytest.raises(ResultMismatch):
-        bench.scheduler.apply(result, 0.0)
+        bench.scheduler.apply(result)
     bench.return_result()
 
 

@@ -111,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.next_id += 1
         self.ledger.open(request)
-        self.scheduler.add(request, self.now_s)
+        self.scheduler.add(request)
 
     @rule(max_steps=st.sampled_from([1, 1, 4]))
     def plan(self, max_steps: int) -> None:
@@ -122,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sent)
     @rule()
     def return_result(self) -> None:
-        self.take(self.scheduler.apply(self.worker.execute(self.sent.popleft()), self.now_s))
+        self.take(self.scheduler.apply(self.worker.execute(self.sent.popleft())))
 
     @rule(may_fail=st.sampled_from([False, False, True]))
     def obey(self, may_fail: bool) -> None:
@@ -142,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 100))
     def cancel(self, number: int) -> None:
         request_id = sorted(self.ledger.accounts)[number % len(self.ledger.accounts)]
-        self.scheduler.cancel(request_id, self.now_s)
+        self.scheduler.cancel(request_id)
         self.ledger.close(request_id)
 
     @precondition(lambda self: self.ledger.accounts)

@@ -233,7 +233,7 @@ class Walk:
         account = self.ledger.open(request)
         if rng.random() < 0.1:  # came from a worker that was lost
             request = account.resumed(rng)
-        self.scheduler.add(request, self.now_s)
+        self.scheduler.add(request)
 
     def pooled(self, request: Request) -> Request:
         """The same prompt for a vector."""
@@ -270,10 +270,10 @@ class Walk:
         account = self.live[request_id]
         if len(account.live) > 1 and not account.hypotheses and self.rng.random() < 0.5:
             index = self.rng.choice(sorted(account.live))
-            self.scheduler.cancel(request_id, self.now_s, index)
+            self.scheduler.cancel(request_id, index)
             account.live.discard(index)
             return
-        self.scheduler.cancel(request_id, self.now_s)
+        self.scheduler.cancel(request_id)
         self.ledger.close(request_id)
         self.paused.discard(request_id)
 
@@ -298,7 +298,7 @@ class Walk:
         if self.rng.random() < 0.5:
             self.ledger.close(request_id)
         else:
-            self.scheduler.add(request, self.now_s)
+            self.scheduler.add(request)
 
     def make_plan(self) -> None:
         """Ask for a plan; it is executed when its turn comes."""
@@ -334,7 +334,7 @@ class Walk:
                 token_ids=result.token_ids[:idx] + result.token_ids[idx + 1 :],
                 failed_rows=[result.rows[idx]],
             )
-        self.take(self.scheduler.apply(result, self.now_s))
+        self.take(self.scheduler.apply(result))
 
     def obey_command(self) -> None:
         """The worker executes the oldest command, or fails to load."""

@@ -79,7 +79,7 @@ def test_a_slot_that_a_plan_in_flight_names_is_not_evicted() -> None:
     bench.obey()
     bench.plan()
     bench.plan()
-    bench.scheduler.cancel(RequestId(1), 0.0)
+    bench.scheduler.cancel(RequestId(1))
     bench.add(make_request(2, adapter=TWO))
     bench.return_result()
     assert bench.scheduler.slot_commands() == []
@@ -172,7 +172,7 @@ def test_a_load_that_backs_off_keeps_no_other_adapter_from_its_slot() -> None:
     bench.add(make_request(3, adapter=ONE))  # joins the wait, which it does not shorten
     bench.run_until_idle()
     assert set(bench.ends) == {2}
-    bench.scheduler.cancel(RequestId(1), 0.1)
+    bench.scheduler.cancel(RequestId(1))
     check_scheduler(bench.scheduler)
     bench.scheduler.expire(0.25)
     bench.run()
@@ -260,7 +260,7 @@ def test_ends_look_at_no_other_request_while_adapters_are_purged(monkeypatch: py
         return digest_of(group)
 
     monkeypatch.setattr(SequenceGroup, "digest", property(spied))
-    bench.scheduler.cancel(RequestId(5), 0.0)
+    bench.scheduler.cancel(RequestId(5))
     assert set(looked_at) == {5}
     monkeypatch.undo()
     bench.run()

@@ -112,5 +112,5 @@ def test_what_is_evicted_for_loads_counts_among_those_under_way() -> None:
     commands = bench.scheduler.slot_commands()
     assert len(commands) == MAX_LOADING and all(isinstance(command, EvictSlot) for command in commands)
     for number in range(100, 200):
-        bench.scheduler.cancel(RequestId(number), 0.0)
+        bench.scheduler.cancel(RequestId(number))
     check_scheduler(bench.scheduler)

@@ -70,7 +70,7 @@ def test_a_slot_that_is_drained_for_an_adapter_is_not_lost_when_a_set_with_both_
     pass_by(bench, 100)
     bench.add(combined(3, B, A), make_request(4, adapter=C))
     pass_by(bench, 200)
-    bench.scheduler.cancel(make_request(2).request_id, 0.0)
+    bench.scheduler.cancel(make_request(2).request_id)
     del bench.tokens[2]
     bench.run()
     assert bench.ends[4].finish_reason is FinishReason.LENGTH

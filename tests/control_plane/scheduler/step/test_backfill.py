@@ -33,7 +33,7 @@ class WideBench(Bench):
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.ledger.open(request)
-            self.scheduler.add(request, request.arrival_s)
+            self.scheduler.add(request)
 
     def keep(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
@@ -56,7 +56,7 @@ class Server:
             RequestId(request_id), tuple(range(10, 10 + prompt)), max_tokens, tenant=tenant, num_samples=num_samples
         )
         self.tenants[request_id] = tenant
-        self.scheduler.add(request, 0.0)
+        self.scheduler.add(request)
 
     def num_unfinished(self, tenant: str) -> int:
         return sum(self.tenants[request_id] == tenant for request_id in self.scheduler.request_ids)
@@ -68,7 +68,7 @@ class Server:
         for new in plan.new_rows:
             self.started.setdefault(new.request_id, self.num_steps)
         rows = SchedulerProbe(self.scheduler).sampled_rows()
-        for output in self.scheduler.apply(StepResult(plan.step_id, rows, [5] * len(rows)), 0.0):
+        for output in self.scheduler.apply(StepResult(plan.step_id, rows, [5] * len(rows))):
             if output.finish_reason is not None:
                 self.ended[output.request_id] = self.num_steps
 
@@ -232,7 +232,7 @@ def test_room_is_reserved_for_the_next_when_the_first_is_gone(how: str) -> None:
         bench.step()
     assert bench.probe.set_aside_ids() == [2, 3]
     if how == "cancelled":
-        bench.scheduler.cancel(RequestId(2), 0.0)
+        bench.scheduler.cancel(RequestId(2))
     else:
         bench.scheduler.pause(RequestId(2))
     while 3 not in bench.ends:

@@ -111,10 +111,10 @@ def test_a_search_is_cancelled_as_a_whole_and_one_completion_of_it_cannot_be() -
     bench.add(make_search(1, 3, max_tokens=6), make_request(2, max_tokens=9))
     bench.step()
     bench.step()
-    bench.scheduler.cancel(RequestId(1), 0.0, 1)
+    bench.scheduler.cancel(RequestId(1), 1)
     bench.step()
     assert len(bench.scheduler.request_ids) == 2
-    bench.scheduler.cancel(RequestId(1), 0.0)
+    bench.scheduler.cancel(RequestId(1))
     bench.ledger.close(RequestId(1))
     bench.run()
 
@@ -128,7 +128,7 @@ def test_a_beam_whose_logits_are_not_finite_ends_its_search() -> None:
     bench.sent.clear()
     result = bench.worker.execute(plan)
     result = replace(result, rows=result.rows[:1], token_ids=result.token_ids[:1], failed_rows=[1])
-    bench.keep(bench.scheduler.apply(result, 0.0))
+    bench.keep(bench.scheduler.apply(result))
     assert [output.finish_reason for output in bench.outputs] == [FinishReason.NOT_FINITE]
     assert bench.scheduler.stats().num_blocks_held == 0
 

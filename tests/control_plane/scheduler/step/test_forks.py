@@ -37,7 +37,7 @@ class GroupBench(Bench):
                 if completion.is_ended:
                     account.live.discard(index)
             account.got[0] += request.generated_token_ids
-            self.scheduler.add(request, request.arrival_s)
+            self.scheduler.add(request)
 
     def keep(self, outputs: Iterable[RequestOutput]) -> None:
         self.outputs += outputs
@@ -122,7 +122,7 @@ def test_one_completion_is_cancelled_and_the_others_go_on(num_steps: int) -> Non
     bench.add(make_samples(1, 3, prompt=7, max_tokens=5))
     for _ in range(num_steps):
         bench.step()
-    bench.scheduler.cancel(RequestId(1), 0.0, 0)
+    bench.scheduler.cancel(RequestId(1), 0)
     bench.ledger.accounts[RequestId(1)].live.discard(0)
     bench.run()
 
@@ -132,7 +132,7 @@ def test_a_request_is_over_when_its_last_completion_is_cancelled() -> None:
     bench.add(make_samples(1, 2))
     bench.step()
     for index in (0, 1):
-        bench.scheduler.cancel(RequestId(1), 0.0, index)
+        bench.scheduler.cancel(RequestId(1), index)
     assert not bench.scheduler.request_ids and bench.scheduler.stats().num_blocks_held == 0
     assert bench.plan() is None
 
@@ -156,7 +156,7 @@ def test_an_end_from_outside_is_returned_once_with_an_completion_that_has_not_en
     bench = GroupBench()
     bench.add(make_samples(1, 2, max_tokens=9, deadline_s=5.0))
     bench.step()
-    bench.scheduler.cancel(RequestId(1), 0.0, 0)
+    bench.scheduler.cancel(RequestId(1), 0)
     bench.ledger.accounts[RequestId(1)].live.discard(0)
     ended = list(bench.scheduler.expire(5.0))
     assert [(output.index, output.finish_reason) for output in ended] == [(1, FinishReason.DEADLINE)]
@@ -171,7 +171,7 @@ def test_an_completion_whose_logits_are_not_finite_ends_its_request_and_nobody_s
     bench.sent.clear()
     result = bench.worker.execute(plan)
     result = replace(result, rows=result.rows[:1], token_ids=result.token_ids[:1], failed_rows=[1])
-    bench.keep(bench.scheduler.apply(result, 0.0))
+    bench.keep(bench.scheduler.apply(result))
     assert bench.outputs[-1].finish_reason is FinishReason.NOT_FINITE
     assert bench.scheduler.stats().num_blocks_held == 0 and bench.probe.num_cache_blocks() == 0
 
@@ -205,7 +205,7 @@ def test_a_result_without_the_logprobs_that_were_requested_is_refused() -> None:
     assert plan is not None
     result = bench.worker.execute(plan)
     with pytest.raises(ResultMismatch, match="step 1"):
-        bench.scheduler.apply(replace(result, logprobs={}), 0.0)
+        bench.scheduler.apply(replace(result, logprobs={}))
 
 
 def test_a_result_with_more_of_the_prompt_than_is_due_is_refused() -> None:
@@ -216,7 +216,7 @@ def test_a_result_with_more_of_the_prompt_than_is_due_is_refused() -> None:
     result = bench.worker.execute(plan)
     returned = result.prompt_logprobs[0]
     with pytest.raises(ResultMismatch, match="log-probabilities of 6 prompt tokens; 3 are due"):
-        bench.scheduler.apply(replace(result, prompt_logprobs={0: [*returned, *returned]}), 0.0)
+        bench.scheduler.apply(replace(result, prompt_logprobs={0: [*returned, *returned]}))
 
 
 @pytest.mark.parametrize("num_returned", [0, 1])
@@ -232,7 +232,7 @@ def test_a_prompt_that_is_returned_in_part_ends_its_request_alone(max_step_token
     bench.sent.clear()
     result = bench.worker.execute(plan)
     result.prompt_logprobs[1] = result.prompt_logprobs[1][:num_returned]
-    bench.keep(bench.scheduler.apply(result, 0.0))
+    bench.keep(bench.scheduler.apply(result))
     ends = [(output.request_id, output.finish_reason) for output in bench.outputs if output.finish_reason]
     assert ends == [(2, FinishReason.NOT_FINITE)]
     check_scheduler(bench.scheduler)

@@ -174,7 +174,7 @@ def test_a_request_that_is_cancelled_within_a_repeated_plan_gives_its_blocks_bac
     bench = decoding(make_request(1, max_tokens=LONG), make_request(2, max_tokens=LONG), plan_depth=1)
     bench.plan(max_steps=MAX_PLAN_STEPS)
     bench.return_result()
-    bench.scheduler.cancel(make_request(2).request_id, 0.0)
+    bench.scheduler.cancel(make_request(2).request_id)
     held = bench.scheduler.stats().num_blocks_held
     for _ in range(MAX_PLAN_STEPS - 1):
         assert bench.scheduler.stats().num_blocks_held == held

@@ -152,7 +152,7 @@ def test_host_blocks_are_given_back_when_the_result_of_the_plan_that_swaps_in_ca
 
 def test_a_swapped_request_that_is_cancelled_leaves_nothing() -> None:
     bench = run_short_of_blocks(CHEAP, *three_requests())
-    bench.scheduler.cancel(RequestId(3), 0.0)
+    bench.scheduler.cancel(RequestId(3))
     check_scheduler(bench.scheduler)
     stats = bench.scheduler.stats()
     assert (stats.num_swapped, stats.num_host_blocks_held) == (0, 0)
@@ -172,7 +172,7 @@ def test_a_move_that_no_plan_carries_yet_is_forgotten_with_its_request() -> None
         bench.scheduler.slot_commands()
         if request_id == 1:
             assert bench.scheduler.stats().num_swapped == 1
-            bench.scheduler.cancel(RequestId(1), 0.0)
+            bench.scheduler.cancel(RequestId(1))
             assert bench.probe.moves_to_come() == []
 
 
@@ -212,13 +212,13 @@ def test_blocks_of_a_request_that_ends_before_its_swap_is_planned_wait_for_its_s
     (written,) = tables(bench.plans)
     assert len(written) == 3
     if is_cancelled:
-        bench.scheduler.cancel(RequestId(1), 0.0)
+        bench.scheduler.cancel(RequestId(1))
     else:
         bench.keep(bench.scheduler.expire(50.0))
     check_scheduler(bench.scheduler)
     bench.add(make_request(3, prompt=26, max_tokens=1))
     assert bench.plan() is None, "it takes 7 blocks, and a step in flight writes 3 of the 8"
-    bench.scheduler.cancel(RequestId(3), 0.0)
+    bench.scheduler.cancel(RequestId(3))
     bench.add(make_request(4, prompt=16, max_tokens=1))
     plan = bench.plan()
     assert tables([plan])[0].isdisjoint(written)
@@ -231,7 +231,7 @@ def test_blocks_of_an_completion_that_ends_before_its_swap_is_planned_wait_for_i
     bench = bench_before_a_swap(num_samples=2)
     first, second = tables(bench.plans)
     assert len(first - second) == 2, "the block of the first four tokens is shared"
-    bench.scheduler.cancel(RequestId(1), 0.0, index=0)
+    bench.scheduler.cancel(RequestId(1), index=0)
     check_scheduler(bench.scheduler)
     bench.add(make_request(4, prompt=12, max_tokens=1))
     plan = bench.plan()
@@ -267,7 +267,7 @@ def test_a_beams_last_block_is_not_moved_and_waits_for_the_step_that_writes_it()
 
 def test_a_plan_may_hold_moves_alone() -> None:
     bench = bench_before_a_swap()
-    bench.scheduler.cancel(RequestId(2), 0.0)
+    bench.scheduler.cancel(RequestId(2))
     plan = bench.plan()
     assert plan is not None
     assert (plan.decode_rows, plan.prefills, len(plan.swap_outs)) == ([], [], 3)
@@ -394,7 +394,7 @@ def test_the_next_victim_is_preempted_by_the_mode_that_the_measured_moves_favour
     assert plan is not None
     result = bench.worker.execute(bench.sent.pop(0))
     result = replace(result, num_moved_blocks=64, move_time_us=64 * us_per_block)
-    bench.keep(bench.scheduler.apply(result, 0.0))
+    bench.keep(bench.scheduler.apply(result))
     while bench.scheduler.stats().num_preemptions == 0:
         bench.step()
     assert bench.scheduler.stats().num_swapped_out == num_swapped_out
@@ -409,5 +409,5 @@ def test_the_scheduler_learns_from_the_times_of_its_results() -> None:
     assert plan is not None
     bench.sent.clear()
     result = bench.worker.execute(plan)
-    bench.scheduler.apply(StepResult(result.step_id, result.rows, result.token_ids, step_time_us=777), 0.0)
+    bench.scheduler.apply(StepResult(result.step_id, result.rows, result.token_ids, step_time_us=777))
     assert bench.scheduler.utilization(PrefixKeys(make_request(2))).step_us == 777
