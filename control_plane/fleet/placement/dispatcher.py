@@ -105,8 +105,8 @@ class Dispatcher:
             for session in placement.by_preference(shortlist, need, self._costs):
                 if self.give(job, session):
                     return None
-            for session in sessions.values():
-                if session not in shortlist and self.give(job, session):  # of many workers, any other that can take it
+            for session in sessions.values():  # none of the shortlist can take it
+                if session not in shortlist and self.give(job, session):
                     return None
             if is_suspect(job):
                 self._isolation.separate(job)  # it does not fit where its group runs
@@ -163,7 +163,7 @@ class Dispatcher:
             self.place_waiting(is_group_over=True)
 
     def empty_for_suspects(self) -> None:
-        """Let waiting suspects have a worker soon: close one to others, and move away what has no row there."""
+        """Close a worker to others where suspects wait for one, and move away the requests that have no row there."""
         session = self._isolation.worker_to_empty()
         if session is not None:
             for request_id in list(session.scheduler.request_ids):

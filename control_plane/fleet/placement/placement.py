@@ -9,13 +9,13 @@ and its blocks:
     adapter = 0 in a slot, half a load while it is loading, else a load; n * T / 2 more if every slot is leased
     load    = measured load of the worker * estimate(this size) / estimate(measured size), plus MiB * store_ms_per_mib
               unless the host cache has the adapter; estimate(MiB) = load_ms + MiB * slot_ms_per_mib
-    prefill = (tokens that are not in the worker's prefix cache
-               + the same number for each request that waits there) * time of a prefill token
-    decode  = n * T * full_batch_slowdown * utilization          utilization: unfinished requests over rows
+    prefill = (known tokens that are not in the worker's prefix cache
+               + all known tokens for each request that waits there) * time of a prefill token
+    decode  = n * T * full_batch_slowdown * utilization     utilization: rows held, and requests that wait, over rows
 
-The cheapest worker is taken; among equal ones, the lower worker id. Of many workers, the cheapest on a shortlist is
-taken (shortlist.py). Speed counts only if something waits or shares a batch: the price of an idle worker does not
-depend on the steps that it did while it was full.
+A request that waits there is taken to be as long as this one. The cheapest worker is taken; among equal ones, the lower
+worker id. Of many workers, the cheapest on a shortlist is taken (shortlist.py). Speed counts only if something waits or
+shares a batch: the price of an idle worker does not depend on the steps that it did while it was full.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def cost_ms(worker: WorkerUtilization, need: Need, costs: PlacementCosts) -> flo
 
 def _load_ms(worker: WorkerUtilization, num_bytes: float, costs: PlacementCosts) -> float:
     """Time to load an adapter of this size from the host cache."""
-    stated, stated_of_usual = (
+    estimate_ms, measured_size_ms = (
         costs.load_ms + size / 2**20 * costs.slot_ms_per_mib for size in (num_bytes, worker.load_bytes)
     )
-    if worker.load_us == 0:
-        return stated
-    return worker.load_us / 1000 * (stated / stated_of_usual if stated_of_usual > 0 else 1.0)
+    if worker.load_us == 0:  # not measured yet
+        return estimate_ms
+    return worker.load_us / 1000 * (estimate_ms / measured_size_ms if measured_size_ms > 0 else 1.0)
 
 
 def need_of(request: Request, costs: PlacementCosts, is_cached: Callable[[str], bool]) -> Need:
@@ -102,7 +102,7 @@ AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 def suited(job: Job, sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
-    """Sessions that the job fits. If it failed on some of them, only the others, as long as one is left.
+    """Sessions that the job fits; without those where it failed, unless it failed on all of them.
 
     If the job's logits were not finite, only sessions that gave tokens lately, if one did: a sick worker is idle, and
     would otherwise be the first choice.

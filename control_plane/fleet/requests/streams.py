@@ -26,9 +26,8 @@ class JobEvent:
     """What one index of a request gained since its event before."""
 
     token_ids: list[int]  # new tokens, in order; empty at most in the index's last event
-    finish_reason: (
-        FinishReason | None
-    )  # LENGTH, STOP_TOKEN or POOLED in its last event; every other end is an exception
+    # LENGTH, STOP_TOKEN or POOLED in its last event; every other end is an exception.
+    finish_reason: FinishReason | None
     num_cached_tokens: int  # prompt tokens served by the prefix cache when the request first ran
     queue_time_s: float  # arrival to the first plan that carried the request
     index: int = 0  # which completion of the request
@@ -60,7 +59,8 @@ class RunFacts:
     places: list[Place] = field(default_factory=list)  # that returned tokens, or had the request at its end; in order
     num_cached_tokens: int = 0
     queue_time_s: float | None = None  # None: it did not run
-    adapter_wait_s: float | None = None  # of it, until its adapter was in a slot; None: no adapter, or it did not run
+    # Of queue_time_s: the time until its adapter was in a slot; None: it has no adapter, or did not run.
+    adapter_wait_s: float | None = None
     num_new_tokens: int = 0  # that were generated, over all its completions
 
 
@@ -186,14 +186,14 @@ class JobStream:
         return index in self._live
 
     def describe(self, num_cached_tokens: int, queue_time_s: float, adapter_wait_s: float | None = None) -> None:
-        """Set what every event repeats, and of the time in the queue what its adapter took."""
+        """Set what every event repeats; see RunFacts for `adapter_wait_s`."""
         self._num_cached_tokens = num_cached_tokens
         self._queue_time_s = queue_time_s
         self.facts.num_cached_tokens, self.facts.queue_time_s = num_cached_tokens, queue_time_s
         self.facts.adapter_wait_s = adapter_wait_s
 
     def note_place(self, worker_id: str, epoch: int, slot: SlotRef | None) -> None:
-        """Note where it is computed at present."""
+        """Note where the request is computed at present."""
         places = self.facts.places
         if not places or places[-1].epoch != epoch or places[-1].slot != slot:
             places.append(Place(worker_id, epoch, slot))

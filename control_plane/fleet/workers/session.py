@@ -196,7 +196,7 @@ class WorkerSession:
         self.pump()
 
     def end_preload(self, digest: str) -> None:
-        """Give a preload up that has not ended."""
+        """Give up a preload that has not ended."""
         if not self.ended.is_set():
             self.scheduler.preloads.end(digest)
 
@@ -206,7 +206,7 @@ class WorkerSession:
             self._pump_soon()
 
     def tick(self) -> None:
-        """Send a ping that is due, end requests that are due, notice a silent or refused worker or work that hangs."""
+        """Do what is due: a ping, deadlines, and the end of the session if the worker is silent, refused or hangs."""
         now_s, awake_s = self._clock(), self._awake()
         silent_s = awake_s - self._last_heard_s
         if silent_s >= self._settings.dead_after_ms / 1000:
