@@ -231,7 +231,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await asyncio.gather(clients.start(), workers.start())
     on_refused = metrics.counting(audit.refused)
-    await open_port(config.scaler_listen, transport, fleet.load, _is_known(reports), on_refused, stack)
+    await open_port(config.scaler_listen, transport, fleet.workload, _is_known(reports), on_refused, stack)
     begin(stack, _restore(life_cycle), Keeper(registry, life_cycle, fleet.unloads.has_requests).run())
     drain = partial(_drain, fleet, operation_store, gate, reporter)
     return ControlPlane(client_address, worker_address, fleet, drain, audit)
@@ -255,7 +255,7 @@ def _is_known(reports: WorkerReports) -> Callable[[], bool]:
 def _report_on(fleet: Fleet, reports: WorkerReports) -> tuple[tuple[Any, object], health.HealthReporter]:
     """The health of the server, and what workers report, follow the fleet from now on. Returns the service to offer."""
     service = health.HealthService()
-    reporter = health.HealthReporter(service, lambda: fleet.load.is_served)
+    reporter = health.HealthReporter(service, lambda: fleet.workload.is_served)
     reporter.start()
     fleet.on_workers_changed(reporter.on_workers_changed)
     fleet.on_workers_changed(lambda: reports.update(fleet.reports()))

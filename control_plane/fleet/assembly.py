@@ -18,7 +18,6 @@ from control_plane.fleet.drains import WorkerDrains
 from control_plane.fleet.gate.fencing import WorkerGate
 from control_plane.fleet.gate.hello import BaseModelLike
 from control_plane.fleet.intake import Intake
-from control_plane.fleet.load import FleetLoad
 from control_plane.fleet.placement.dispatcher import Dispatcher
 from control_plane.fleet.placement.isolation import PoisonIsolation
 from control_plane.fleet.placement.migration import Migration
@@ -31,6 +30,7 @@ from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.slow_readers import SlowReaders
 from control_plane.fleet.worker_waits import WorkerWaits
 from control_plane.fleet.workers.sessions import SessionTable
+from control_plane.fleet.workload import FleetWorkload
 from control_plane.observers.timings import NO_TIMINGS, Timings
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.types import Vocabulary
@@ -60,7 +60,7 @@ class FleetParts:
     active_adapters: ActiveAdapters  # which ones unfinished requests use
     drains: WorkerDrains  # workers that an operator is about to stop
     intake: Intake  # which requests are taken on
-    load: FleetLoad  # how many workers the requests need
+    workload: FleetWorkload  # how many workers the requests need
 
 
 def assemble(
@@ -137,5 +137,5 @@ def assemble(
         active_adapters=ActiveAdapters(sessions, jobs),
         drains=WorkerDrains(sessions, jobs, dispatcher, workers),
         intake=intake,
-        load=FleetLoad(sessions, jobs, dispatcher, waits),
+        workload=FleetWorkload(sessions, jobs, dispatcher, waits),
     )

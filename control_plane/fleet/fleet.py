@@ -50,7 +50,7 @@ class Fleet:
         self.residency = parts.residency
         self.drains = parts.drains
         self.active_adapters = parts.active_adapters
-        self.load = parts.load
+        self.workload = parts.workload
         self._load_pinned_at_s = 0.0
         self.on_workers_changed(parts.residency.load_pinned)
         self._intake = parts.intake

@@ -10,7 +10,7 @@ from typing import Any
 from control_plane.access.transport import Transport
 from control_plane.api.rpc import listeners
 from control_plane.api.rpc.interceptor import OnRefused
-from control_plane.fleet.load import FleetLoad
+from control_plane.fleet.workload import FleetWorkload
 from control_plane.scaler.service import ScalerService
 from control_plane.scaler.v1.externalscaler_pb2_grpc import add_ExternalScalerServicer_to_server
 
@@ -22,7 +22,7 @@ CLOSE_GRACE_S = 0.5
 async def open_port(
     address: str | None,
     transport: Transport,
-    load: FleetLoad,
+    workload: FleetWorkload,
     is_model_known: Callable[[], bool],
     on_refused: OnRefused,
     stack: contextlib.AsyncExitStack,
@@ -33,7 +33,7 @@ async def open_port(
     server = listeners.scaler_server(guard=transport.scaler_guard, on_refused=on_refused)
     stack.push_async_callback(server.stop, CLOSE_GRACE_S)
     add_to: Any = add_ExternalScalerServicer_to_server  # the stub is untyped
-    add_to(ScalerService(load, is_model_known), server)
+    add_to(ScalerService(workload, is_model_known), server)
     bound = listeners.bind(server, address, transport.scaler_credentials, flags="--scaler-listen")
     await server.start()
     logger.info("scaler listens address=%s", bound)

@@ -1,4 +1,4 @@
-"""KEDA's ExternalScaler over the load of the fleet.
+"""KEDA's ExternalScaler over the workload of the fleet.
 
 KEDA starts the first worker when the scaler is active, and ends the last one when it is not. Between them a
 HorizontalPodAutoscaler follows the metrics.
@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.fleet.load import FleetLoad
+from control_plane.fleet.workload import FleetWorkload
 from control_plane.scaler.targets import read_targets
 from control_plane.scaler.v1 import externalscaler_pb2, externalscaler_pb2_grpc
 
@@ -29,18 +29,18 @@ class ScalerService(externalscaler_pb2_grpc.ExternalScalerServicer):
 
     def __init__(
         self,
-        load: FleetLoad,
+        workload: FleetWorkload,
         is_model_known: Callable[[], bool] = lambda: True,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """`is_model_known`: whether requests can be checked. If not, only a worker can say what the model computes."""
-        self._load = load
+        self._workload = workload
         self._is_model_known = is_model_known
         self._sleep = sleep
 
     @property
     def _is_active(self) -> bool:
-        return self._load.is_active or not self._is_model_known()
+        return self._workload.is_active or not self._is_model_known()
 
     async def IsActive(
         self, request: externalscaler_pb2.ScaledObjectRef, _context: Context
@@ -77,7 +77,7 @@ class ScalerService(externalscaler_pb2_grpc.ExternalScalerServicer):
     ) -> externalscaler_pb2.GetMetricsResponse:
         """One of them at this moment."""
         targets = read_targets(request.scaledObjectRef.scalerMetadata)
-        value = targets.value(request.metricName, self._load.now())
+        value = targets.value(request.metricName, self._workload.now())
         return externalscaler_pb2.GetMetricsResponse(
             metricValues=[
                 externalscaler_pb2.MetricValue(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from control_plane.checks import Violations, quoted
-from control_plane.fleet.load import Load
+from control_plane.fleet.workload import Workload
 
 _PREFIX = "motet"
 FIELD = "scalerMetadata"
@@ -25,7 +25,7 @@ class Metric:
     key: str  # of the metadata, with its target
     default_target: float | None  # None: used only where the metadata has the key
     highest: float  # of a target
-    value: Callable[[Load, float], float]  # over all workers, of the load and the target
+    value: Callable[[Workload, float], float]  # over all workers, of the workload and the target
     unit: str  # of a target, for people
     per_worker: float | None = None  # what one worker is to have; None: the target
 
@@ -33,7 +33,7 @@ class Metric:
 # The first one is a number of workers by itself: the part of a worker that the target leaves is room for what comes.
 WANTED_WORKERS = Metric(
     *("motet-wanted-workers", "motetTargetLoad", 0.8, 1.0),
-    value=Load.needed_workers,
+    value=Workload.needed_workers,
     unit="part of a worker's rows or KV blocks",
     per_worker=1.0,
 )
@@ -41,12 +41,12 @@ METRICS = (
     WANTED_WORKERS,
     Metric(
         *("motet-requests-waiting", "motetTargetWaiting", None, math.inf),
-        value=lambda load, _target: float(load.num_waiting),
+        value=lambda workload, _target: float(workload.num_waiting),
         unit="number of requests",
     ),
     Metric(
         *("motet-rows-requested", "motetTargetRows", None, math.inf),
-        value=lambda load, _target: float(load.num_rows_requested),
+        value=lambda workload, _target: float(workload.num_rows_requested),
         unit="number of rows",
     ),
 )
@@ -66,11 +66,11 @@ class Targets:
                 found.append((metric.name, target if metric.per_worker is None else metric.per_worker))
         return found
 
-    def value(self, name: str, load: Load) -> float:
+    def value(self, name: str, workload: Workload) -> float:
         """Of a metric of `specs`, over all workers. Raises InvalidRequest for any other name."""
         for metric in METRICS:
             if metric.name == name and name in self.by_name:
-                return metric.value(load, self.by_name[name])
+                return metric.value(workload, self.by_name[name])
         violations = Violations()
         known = ", ".join(metric for metric, _ in self.specs())
         violations.add("metricName", f"{quoted(name)} is not a metric of this ScaledObject; use {known}")

@@ -43,7 +43,7 @@ class SchedulerStats:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _UNREPORTED}
 
 
-# For checks and for the load of the fleet; every other field is one of status.proto's WorkerStatus.
+# For checks and for the workload of the fleet; every other field is one of status.proto's WorkerStatus.
 _UNREPORTED = ("num_rows_requested", "num_paused", "is_stuck")
 
 

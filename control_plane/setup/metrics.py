@@ -82,7 +82,7 @@ def open_tracing(endpoint: str | None, stack: contextlib.AsyncExitStack) -> Requ
 
 def is_ready(fleet: Fleet, gate: DrainGate) -> Callable[[], bool]:
     """Whether generations are served, or wait for a worker that is started for them, and the server is not stopping."""
-    return lambda: fleet.load.is_served and not gate.is_draining
+    return lambda: fleet.workload.is_served and not gate.is_draining
 
 
 def snapshot(status: StatusService, registry: Registry, weights: AdapterWeights, fleet: Fleet) -> Snapshot:

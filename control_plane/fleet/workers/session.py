@@ -88,7 +88,6 @@ class WorkerSession:
         self._timings = timings
         self.worker_id = hello.worker_id
         self.epoch = epoch
-        self.max_rows = hello.max_rows
         self.limits = limits_of(hello, settings.plan_depth)
         self.scheduler = Scheduler(self.limits, settings.scheduler, counters)
         self.report = report_of(hello)

@@ -85,7 +85,7 @@ def waiting_fleet() -> InspectedFleet:
 
 async def test_the_scaler_is_active_while_a_request_is_unfinished() -> None:
     fleet = waiting_fleet()
-    async with scaler(ScalerService(fleet.load)) as stub:
+    async with scaler(ScalerService(fleet.workload)) as stub:
         assert not (await stub.IsActive(OBJECT, timeout=TIMEOUT_S)).result
         stream = fleet.submit(make_request(fleet, [1], 5))
         assert (await stub.IsActive(OBJECT, timeout=TIMEOUT_S)).result
@@ -95,7 +95,7 @@ async def test_the_scaler_is_active_while_a_request_is_unfinished() -> None:
 
 async def test_keda_is_sent_the_state_at_once_and_then_each_change() -> None:
     fleet, turns = waiting_fleet(), Turns()
-    async with scaler(ScalerService(fleet.load, sleep=turns.sleep)) as stub:
+    async with scaler(ScalerService(fleet.workload, sleep=turns.sleep)) as stub:
         call = stub.StreamIsActive(OBJECT, timeout=TIMEOUT_S)
         assert not (await call.read()).result
         await turns.next()  # nothing has changed: nothing is sent
@@ -111,7 +111,7 @@ async def test_keda_is_sent_the_state_at_once_and_then_each_change() -> None:
 async def test_a_worker_is_wanted_before_the_model_is_known() -> None:
     """Without it no request could be checked, so none would wait, and no worker would ever start."""
     fleet, known = waiting_fleet(), list[str]()
-    async with scaler(ScalerService(fleet.load, is_model_known=lambda: bool(known))) as stub:
+    async with scaler(ScalerService(fleet.workload, is_model_known=lambda: bool(known))) as stub:
         assert (await stub.IsActive(OBJECT, timeout=TIMEOUT_S)).result
         known.append("longest context")
         assert not (await stub.IsActive(OBJECT, timeout=TIMEOUT_S)).result
@@ -121,7 +121,7 @@ async def test_metrics_have_targets_and_values() -> None:
     fleet = waiting_fleet()
     worker = LoopbackWorker(fleet)  # of 16 rows
     streams = [fleet.submit(make_request(fleet, [index], 5)) for index in range(20)]
-    async with scaler(ScalerService(fleet.load)) as stub:
+    async with scaler(ScalerService(fleet.workload)) as stub:
         wanted = keda.ScaledObjectRef(name="w", scalerMetadata={"motetTargetLoad": "0.5", "motetTargetWaiting": "2.5"})
         specs = (await stub.GetMetricSpec(wanted, timeout=TIMEOUT_S)).metricSpecs
         assert [(spec.metricName, spec.targetSize, spec.targetSizeFloat) for spec in specs] == [
@@ -138,7 +138,7 @@ async def test_metrics_have_targets_and_values() -> None:
 async def test_wrong_metadata_and_unknown_metrics_are_refused_by_every_method() -> None:
     wrong = keda.ScaledObjectRef(name="w", scalerMetadata={"motetTargetLoad": "9"})
     refused: list[MotetError] = []
-    async with scaler(ScalerService(waiting_fleet().load), refused=refused) as stub:
+    async with scaler(ScalerService(waiting_fleet().workload), refused=refused) as stub:
         calls = [stub.IsActive(wrong), stub.GetMetricSpec(wrong), _metric(stub, wrong, "motet-wanted-workers")]
         calls += [stub.StreamIsActive(wrong).read(), _metric(stub, OBJECT, "s0-cpu")]
         for call in calls:
@@ -151,7 +151,7 @@ async def test_wrong_metadata_and_unknown_metrics_are_refused_by_every_method() 
 
 async def test_the_method_that_later_versions_of_keda_try_is_unimplemented() -> None:
     """KEDA then goes on without it; any other status would have it try again for ever."""
-    service = ScalerService(waiting_fleet().load)
+    service = ScalerService(waiting_fleet().workload)
     server = listeners.scaler_server()
     externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(service, server)
     address = listeners.bind(server, "127.0.0.1:0")
@@ -168,7 +168,7 @@ async def test_the_method_that_later_versions_of_keda_try_is_unimplemented() -> 
 async def test_over_tls_only_a_certificate_of_the_listed_authority_is_let_in(tmp_path: Path) -> None:
     cert, key = CA.issue(*LOCALHOST).write(tmp_path)
     settings = AccessSettings(tls_cert=cert, tls_key=key, scaler_tls_client_ca=CA.write(tmp_path))
-    service = ScalerService(waiting_fleet().load)
+    service = ScalerService(waiting_fleet().workload)
     async with scaler(service, open_transport(settings, FileWatcher(), has_scaler=True), KEDAS) as stub:
         assert not (await stub.IsActive(OBJECT, timeout=TIMEOUT_S)).result
     for own in (None, STRANGERS):
@@ -185,7 +185,7 @@ async def test_a_certificate_on_the_deny_list_is_refused(tmp_path: Path) -> None
     ca = CA.write(tmp_path)
     settings = AccessSettings(tls_cert=cert, tls_key=key, scaler_tls_client_ca=ca, tls_deny=denied)
     transport = open_transport(settings, FileWatcher(), has_scaler=True)
-    async with scaler(ScalerService(waiting_fleet().load), transport, KEDAS) as stub:
+    async with scaler(ScalerService(waiting_fleet().workload), transport, KEDAS) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.IsActive(OBJECT, timeout=TIMEOUT_S)
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from control_plane.errors import InvalidRequest
-from control_plane.fleet.load import Load
+from control_plane.fleet.workload import Workload
 from control_plane.scaler.targets import read_targets
 
 KEDA = {"scalerAddress": "motet-control-plane:50053", "caCert": "...", "tlsClientCert": "...", "enableTLS": "true"}
-BUSY = Load(
+BUSY = Workload(
     num_requests=100, num_waiting=20, num_workers=2, num_rows_requested=120, rows_per_worker=64.0, full_workers=0.5
 )
 

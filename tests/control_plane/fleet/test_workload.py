@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from control_plane.errors import DeadlineExceeded, NoWorker, QueueFull, WorkerLost
-from control_plane.fleet.load import Load
+from control_plane.fleet.workload import Workload
 from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
@@ -24,20 +24,20 @@ START_S = 60.0
 
 async def test_a_fleet_without_requests_needs_no_worker(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
-    assert fleet.load.now() == Load(0, 0, 0, 0, 0.0, 0.0)
-    assert fleet.load.now().needed_workers(1.0) == 0 and not fleet.load.is_active
+    assert fleet.workload.now() == Workload(0, 0, 0, 0, 0.0, 0.0)
+    assert fleet.workload.now().needed_workers(1.0) == 0 and not fleet.workload.is_active
     LoopbackWorker(fleet)
-    assert fleet.load.now() == Load(0, 0, 1, 0, CAPACITIES.max_rows, 0.0)
-    assert fleet.load.now().needed_workers(1.0) == 0
+    assert fleet.workload.now() == Workload(0, 0, 1, 0, CAPACITIES.max_rows, 0.0)
+    assert fleet.workload.now().needed_workers(1.0) == 0
 
 
 async def test_a_waiting_request_needs_one_worker_before_any_worker_has_been_there(clock: FakeClock) -> None:
     fleet = make_fleet(clock, worker_start_s=START_S)
     for index in range(40):
         fleet.submit(make_request(fleet, [index], 4))
-    load = fleet.load.now()
-    assert (load.num_requests, load.num_waiting, load.num_rows_requested) == (40, 40, 40)
-    assert load.needed_workers(0.8) == 1 and fleet.load.is_active
+    workload = fleet.workload.now()
+    assert (workload.num_requests, workload.num_waiting, workload.num_rows_requested) == (40, 40, 40)
+    assert workload.needed_workers(0.8) == 1 and fleet.workload.is_active
 
 
 async def test_rows_say_how_many_workers_requests_fill_also_after_the_last_worker_left(clock: FakeClock) -> None:
@@ -45,13 +45,14 @@ async def test_rows_say_how_many_workers_requests_fill_also_after_the_last_worke
     worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, max_rows=4))
     streams = [fleet.submit(make_request(fleet, [index], 4)) for index in range(6)]
     await worker.turn()
-    load = fleet.load.now()
-    assert (load.num_requests, load.num_waiting, load.num_rows_requested, load.rows_per_worker) == (6, 2, 6, 4)
-    assert (load.needed_workers(1.0), load.needed_workers(0.5)) == (1.5, 3.0)
+    workload = fleet.workload.now()
+    assert (workload.num_requests, workload.num_waiting, workload.num_rows_requested) == (6, 2, 6)
+    assert workload.rows_per_worker == 4
+    assert (workload.needed_workers(1.0), workload.needed_workers(0.5)) == (1.5, 3.0)
     worker.lose()
-    assert fleet.load.now().needed_workers(1.0) == 1.5 and fleet.load.now().num_waiting == 6
+    assert fleet.workload.now().needed_workers(1.0) == 1.5 and fleet.workload.now().num_waiting == 6
     await run_all(LoopbackWorker(fleet), streams)
-    assert fleet.load.now().needed_workers(1.0) == 0
+    assert fleet.workload.now().needed_workers(1.0) == 0
 
 
 async def test_kv_blocks_count_where_they_are_shorter_than_rows(clock: FakeClock) -> None:
@@ -59,20 +60,20 @@ async def test_kv_blocks_count_where_they_are_shorter_than_rows(clock: FakeClock
     worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_blocks=20, max_rows=16))
     stream = fleet.submit(make_request(fleet, list(range(48)), 20))
     await worker.turn()
-    load = fleet.load.now()
-    assert load.full_workers >= 12 / 20 > load.num_rows_requested / load.rows_per_worker
-    assert load.needed_workers(0.5) == load.full_workers / 0.5
+    workload = fleet.workload.now()
+    assert workload.full_workers >= 12 / 20 > workload.num_rows_requested / workload.rows_per_worker
+    assert workload.needed_workers(0.5) == workload.full_workers / 0.5
     await run_all(worker, [stream])
 
 
 async def test_requests_are_served_when_workers_are_started_for_them(clock: FakeClock) -> None:
     """Readiness and health: with an autoscaler no worker is needed for requests to be sent."""
-    assert not make_fleet(clock).load.is_served
+    assert not make_fleet(clock).workload.is_served
     fleet = make_fleet(clock, worker_start_s=START_S)
-    assert fleet.load.is_served
+    assert fleet.workload.is_served
     plain = make_fleet(clock)
     LoopbackWorker(plain)
-    assert plain.load.is_served
+    assert plain.workload.is_served
 
 
 async def test_the_first_request_waits_for_a_worker_that_is_started_however_long_none_was_there(

@@ -11,7 +11,7 @@ from control_plane.fleet.workers.sessions import SessionTable
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """The work at one moment."""
 
     num_requests: int  # accepted and not ended
@@ -32,7 +32,7 @@ class Load:
         return max(max(by_rows, self.full_workers) / target, 1.0)
 
 
-class FleetLoad:
+class FleetWorkload:
     """Only reads the parts of the fleet."""
 
     def __init__(
@@ -54,14 +54,14 @@ class FleetLoad:
         """Whether requests may be sent: a worker takes them, or they wait until one is started for them."""
         return bool(self._sessions.taking) or self._waits.starts_workers
 
-    def now(self) -> Load:
+    def now(self) -> Workload:
         """The work at this moment."""
         taking = list(self._sessions.taking.values())
         stats = [session.scheduler.stats() for session in self._sessions.by_id.values()]
         if taking:
             self._rows_per_worker = sum(session.scheduler.limits.max_rows for session in taking) / len(taking)
         num_unplaced = len(self._dispatcher.waiting)
-        return Load(
+        return Workload(
             num_requests=len(self._jobs.by_id),
             num_waiting=num_unplaced + sum(each.num_waiting for each in stats),
             num_workers=len(taking),
