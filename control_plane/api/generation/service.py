@@ -1,7 +1,7 @@
 """GenerationService: one request, one stream.
 
-Checks, tokenises, resolves the adapter once, submits to the fleet and turns what comes back into stream. Nothing
-is sent before the first token: initial metadata would commit the RPC and switch client retries off.
+Checks the request, resolves its adapters, tokenises its prompt, submits it to the fleet, and turns what comes back into
+messages. Nothing is sent before the first token: initial metadata would commit the RPC and switch client retries off.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from control_plane.audit.audit_log import AuditLog
-from control_plane.caller import current_caller
+from control_plane.caller import Caller, current_caller
 from control_plane.checks import Violations, refuse
 from control_plane.constraints.compiler import ConstraintCompiler
 from control_plane.errors import AdapterNotFound, InvalidRequest, MotetError, NoWorker, PermissionDenied
@@ -72,6 +72,16 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str  # names the checkpoint, 64 lower-case hexadecimal digits
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request that may be submitted."""
+
+    checked: CheckedRequest
+    adapters: list[ResolvedAdapter]  # in the order of the request; empty for the base model
+    request: Request
+    stream: ResponseStream
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -113,7 +123,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._draw_request_id = draw_request_id
 
     def _max_model_len(self, context_length: int) -> int:
-        """Longest context that workers compute at present for adapters that were trained for so many tokens, tokens."""
+        """Tokens of the longest context that workers compute at present for adapters trained for `context_length`."""
         length = self._served.context_of(context_length)
         if length is None:
             raise NoWorker("no worker has attached yet, so the longest context is not known; try again in a moment")
@@ -147,65 +157,21 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _responses(
         self, message: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """One generation: prepare the request, submit it to the fleet, turn what comes back into messages."""
         arrival_s = self._clock()
         remaining_s = context.time_remaining()
         self._gate.check()
         caller = current_caller()
-        account = self._fleet.account_of(caller.tenant, caller.host, is_authenticated=caller.principal.is_authenticated)
-        key = message.routing_key or message.request_id or secrets.token_hex(8)
-        named, text = await self._texts.of(lambda: self._named(message, key))
-        vocab_size = (None if named is None else named.ref.vocab_size) or self._model.vocab_size
-        set_defaults(message, text.defaults.sampling)
-        checked = self._checked(message, named, vocab_size, key)
-        eos_token_ids = text.defaults.eos_token_ids or self._model.eos_token_ids
-        stop_token_ids = effective_stop_token_ids(checked, eos_token_ids, vocab_size)
-        if checked.stop or checked.returns_token_bytes:
-            text.codec.require_stop_strings()
-        require_model(checked.model_fingerprint, self._model.fingerprint)
-        resolved = self._resolved(checked, key)
-        max_model_len = self._max_model_len(max((each.ref.context_length for each in resolved), default=0))
-        render_time_s = self._render_time_s(checked)
-        prompt = await self._prompt_token_ids(checked, text.codec, account, render_time_s, max_model_len, vocab_size)
-        constraint = await self._constraints.of(message, text.codec, eos_token_ids, vocab_size, caller.tenant)
-        resolved = self._resolved_anew(checked, resolved, key)
-        if len(resolved) == 1:
-            require_vocabulary(vocab_size, resolved[0].ref.vocab_size or self._model.vocab_size)
-        require_text(named, resolved)
-        require_prompt(checked.prompt_sha256, prompt)
-        default_tokens = text.defaults.max_tokens or DEFAULT_MAX_TOKENS
-        max_tokens = effective_max_tokens(checked, len(prompt), max_model_len, default_tokens)
-        check_prompt_logprobs(checked, len(prompt))
-        decoding = checked.decoding
-        request = Request(
-            request_id=self._fleet.next_request_id(),
-            prompt_token_ids=tuple(prompt),
-            max_tokens=max_tokens,
-            generated_token_ids=checked.resume_from,
-            adapter=resolved[0].ref if resolved else None,
-            composition=composition_of(checked.adapters, resolved),
-            active_from=active_from(prompt, resolved, checked.input_field),
-            sampling=_ranked_sampling(checked) if decoding.is_ranked else checked.sampling,
-            stop_token_ids=stop_token_ids,
-            cache_salt=checked.cache_salt,
-            arrival_s=arrival_s,
-            deadline_s=None if remaining_s is None else arrival_s + remaining_s,
-            tenant=caller.tenant,
-            charged_to=account,
-            priority=checked.priority,
-            num_samples=decoding.best_of if decoding.beam is None else 1,
-            beam=decoding.beam,
-            constraint=constraint,
-            # Not the fleet's number: by two of those a client could count the requests of all tenants between them.
-            log_ids=LogIds(checked.client_request_id or self._draw_request_id(), trace_id_of(caller.traceparent)),
-        )
-        stream = self._response_stream(checked, request, resolved, text.codec, render_time_s, vocab_size)
+        deadline_s = None if remaining_s is None else arrival_s + remaining_s
+        prepared = await self._prepare(message, caller, arrival_s, deadline_s)
+        checked, request, stream = prepared.checked, prepared.request, prepared.stream
         with GenerationRecord(self._audit, caller, checked, request, stream, self._clock, self._observers) as record:
             if await stream.resume():
                 # The client had every token already; only the end of its stream was lost.
                 for response in stream.finished_by_resume():
                     yield response
                 return
-            self._resolved_anew(checked, resolved, key=None)
+            self._resolve_again(checked, prepared.adapters, routing_key=None)
             job = record.job = self._fleet.submit(request)
             if checked.collecting is not None:
                 job.collect(checked.collecting)
@@ -224,42 +190,94 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 job.cancel()
             raise MotetError(f"the stream of request {stream.request_id} ended without a finish reason")
 
-    def _checked(
-        self, message: generation_pb2.GenerateRequest, named: ResolvedAdapter | None, vocab_size: int, key: str
+    async def _prepare(
+        self, message: generation_pb2.GenerateRequest, caller: Caller, arrival_s: float, deadline_s: float | None
+    ) -> _Prepared:
+        """Check the message, resolve its adapters, tokenise its prompt. Raises MotetError.
+
+        Whatever the text of an adapter brings (tokenizer, vocabulary, defaults) is known before the checks. Adapters
+        are resolved again after every wait: their versions may have been deleted meanwhile.
+        """
+        account = self._fleet.account_of(caller.tenant, caller.host, is_authenticated=caller.principal.is_authenticated)
+        routing_key = message.routing_key or message.request_id or secrets.token_hex(8)
+        text_adapter, text = await self._texts.of(lambda: self._text_adapter(message, routing_key))
+        vocab_size = (None if text_adapter is None else text_adapter.ref.vocab_size) or self._model.vocab_size
+        set_defaults(message, text.defaults.sampling)
+        checked = self._check(message, text_adapter, vocab_size, routing_key)
+        eos_token_ids = text.defaults.eos_token_ids or self._model.eos_token_ids
+        stop_token_ids = effective_stop_token_ids(checked, eos_token_ids, vocab_size)
+        if checked.stop or checked.returns_token_bytes:
+            text.codec.require_stop_strings()
+        require_model(checked.model_fingerprint, self._model.fingerprint)
+        adapters = self._resolve(checked, routing_key)
+        max_model_len = self._max_model_len(max((each.ref.context_length for each in adapters), default=0))
+        render_time_s = self._render_time_s(checked)
+        prompt = await self._prompt_token_ids(checked, text.codec, account, render_time_s, max_model_len, vocab_size)
+        constraint = await self._constraints.of(message, text.codec, eos_token_ids, vocab_size, caller.tenant)
+        adapters = self._resolve_again(checked, adapters, routing_key)
+        if len(adapters) == 1:
+            require_vocabulary(vocab_size, adapters[0].ref.vocab_size or self._model.vocab_size)
+        require_text(text_adapter, adapters)
+        require_prompt(checked.prompt_sha256, prompt)
+        default_tokens = text.defaults.max_tokens or DEFAULT_MAX_TOKENS
+        max_tokens = effective_max_tokens(checked, len(prompt), max_model_len, default_tokens)
+        check_prompt_logprobs(checked, len(prompt))
+        decoding = checked.decoding
+        request = Request(
+            request_id=self._fleet.next_request_id(),
+            prompt_token_ids=tuple(prompt),
+            max_tokens=max_tokens,
+            generated_token_ids=checked.resume_from,
+            adapter=adapters[0].ref if adapters else None,
+            composition=composition_of(checked.adapters, adapters),
+            active_from=active_from(prompt, adapters, checked.input_field),
+            sampling=_ranked_sampling(checked) if decoding.is_ranked else checked.sampling,
+            stop_token_ids=stop_token_ids,
+            cache_salt=checked.cache_salt,
+            arrival_s=arrival_s,
+            deadline_s=deadline_s,
+            tenant=caller.tenant,
+            charged_to=account,
+            priority=checked.priority,
+            num_samples=decoding.best_of if decoding.beam is None else 1,
+            beam=decoding.beam,
+            constraint=constraint,
+            # Not the fleet's number: by two of those a client could count the requests of all tenants between them.
+            log_ids=LogIds(checked.client_request_id or self._draw_request_id(), trace_id_of(caller.traceparent)),
+        )
+        stream = self._response_stream(checked, request, adapters, text.codec, render_time_s, vocab_size)
+        return _Prepared(checked, adapters, request, stream)
+
+    def _check(
+        self,
+        message: generation_pb2.GenerateRequest,
+        text_adapter: ResolvedAdapter | None,
+        vocab_size: int,
+        routing_key: str,
     ) -> CheckedRequest:
-        """The request, well formed. Raises what is wrong with it."""
+        """The request as plain values. Raises what is wrong with it."""
         max_model_len = self._max_model_len(MAX_CONTEXT)
         try:
             return check_request(message, vocab_size=vocab_size, max_model_len=max_model_len, draw_seed=self._draw_seed)
         except InvalidRequest as error:
-            if named is None and all(each.field.startswith(_TOKEN_IDS) for each in error.violations):
-                # They may be an adapter's own, and the adapter gone.
+            if text_adapter is None and all(each.field.startswith(_TOKEN_IDS) for each in error.violations):
+                # The base model lacks these tokens. If the adapter is gone, that is the error: they may be its own.
                 with contextlib.suppress(InvalidRequest):
-                    self._find(message, key)
+                    self._find_adapter(message, routing_key)
             raise
 
-    def _resolved(self, checked: CheckedRequest, key: str) -> list[ResolvedAdapter]:
-        """The versions of the adapters; none for the base model. Raises AdapterNotFound or PermissionDenied."""
-        uses = checked.adapters.uses
-        if checked.adapters.task_id is not None:
-            if self._tasks is None:
-                raise refuse("lora_task_id", "is set, and this server caches no LoRA tasks; name an adapter")
-            return [self._tasks.resolve(checked.adapters.task_id, checked.adapters.task_digest)]
-        if not uses and not current_caller().principal.may_use(""):
-            raise PermissionDenied("adapter: this credential may not use the base model; name an adapter")
-        return [self._registry.resolve(use.adapter_id, use.digest, selector=use.selector, key=key) for use in uses]
+    def _text_adapter(self, message: generation_pb2.GenerateRequest, routing_key: str) -> ResolvedAdapter | None:
+        """The adapter whose vocabulary, tokenizer, template and defaults the request uses.
 
-    def _named(self, message: generation_pb2.GenerateRequest, key: str) -> ResolvedAdapter | None:
-        """The one adapter whose vocabulary, tokenizer, template and defaults count; None: the base model's do.
-
-        They do for several adapters. For one that is not known the checks that follow say what is wrong.
+        None: it uses those of the base model, as every request with several adapters does. Also None for an adapter
+        that cannot be resolved: the checks that follow raise what is wrong with it.
         """
         try:
-            return self._find(message, key)
+            return self._find_adapter(message, routing_key)
         except MotetError:
             return None
 
-    def _find(self, message: generation_pb2.GenerateRequest, key: str) -> ResolvedAdapter | None:
+    def _find_adapter(self, message: generation_pb2.GenerateRequest, routing_key: str) -> ResolvedAdapter | None:
         """The one adapter that the request names; None where it names none, or several. Raises MotetError."""
         named, digest = message.adapter, message.adapter_digest
         if message.HasField("lora_task_id") and self._tasks is not None:
@@ -271,38 +289,51 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         violations = Violations()
         name = version_name_of(named, digest, "adapter", violations)
         violations.raise_if_any()
-        return self._registry.resolve(name.adapter_id, digest, selector=name.selector, key=key)
+        return self._registry.resolve(name.adapter_id, digest, selector=name.selector, key=routing_key)
 
-    def _resolved_anew(
-        self, checked: CheckedRequest, resolved: Sequence[ResolvedAdapter], key: str | None
+    def _resolve(self, checked: CheckedRequest, routing_key: str) -> list[ResolvedAdapter]:
+        """The versions of the adapters; none for the base model. Raises AdapterNotFound or PermissionDenied."""
+        uses = checked.adapters.uses
+        if checked.adapters.task_id is not None:
+            if self._tasks is None:
+                raise refuse("lora_task_id", "is set, and this server caches no LoRA tasks; name an adapter")
+            return [self._tasks.resolve(checked.adapters.task_id, checked.adapters.task_digest)]
+        if not uses and not current_caller().principal.may_use(""):
+            raise PermissionDenied("adapter: this credential may not use the base model; name an adapter")
+        return [
+            self._registry.resolve(use.adapter_id, use.digest, selector=use.selector, key=routing_key) for use in uses
+        ]
+
+    def _resolve_again(
+        self, checked: CheckedRequest, adapters: Sequence[ResolvedAdapter], routing_key: str | None
     ) -> list[ResolvedAdapter]:
-        """`resolved` again, after other tasks had a turn of the event loop, where those versions still exist.
+        """The same versions again, after other tasks had a turn of the event loop.
 
-        A version that was deleted meanwhile must not be loaded again: raises AdapterNotFound. With a key: where the
-        client named no version, and the adapter has another one for the key, that one is taken. The weights of a LoRA
-        task stay as long as the request runs.
+        A version that was deleted meanwhile must not be loaded again. If the client named no version and there is a
+        routing key, the adapter's present version for the key takes its place; otherwise AdapterNotFound is raised.
+        The weights of a LoRA task stay as long as the request runs.
         """
         uses = checked.adapters.uses
         if not uses:
-            return list(resolved)
+            return list(adapters)
         return [
-            self._version_anew(adapter, None if use.names_version else key)
-            for adapter, use in zip(resolved, uses, strict=True)
+            self._version_again(adapter, None if use.names_version else routing_key)
+            for adapter, use in zip(adapters, uses, strict=True)
         ]
 
-    def _version_anew(self, resolved: ResolvedAdapter, key: str | None) -> ResolvedAdapter:
+    def _version_again(self, adapter: ResolvedAdapter, routing_key: str | None) -> ResolvedAdapter:
         try:
-            return self._registry.resolve(resolved.adapter_id, resolved.ref.digest)
+            return self._registry.resolve(adapter.adapter_id, adapter.ref.digest)
         except AdapterNotFound:
-            if key is None:
+            if routing_key is None:
                 raise
-            return self._registry.resolve(resolved.adapter_id, key=key)
+            return self._registry.resolve(adapter.adapter_id, key=routing_key)
 
     def _response_stream(
         self,
         checked: CheckedRequest,
         request: Request,
-        resolved: Sequence[ResolvedAdapter],
+        adapters: Sequence[ResolvedAdapter],
         codec: TextCodec,
         render_time_s: float | None,
         vocab_size: int,
@@ -312,7 +343,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         logger.debug("request taken name=%s request_id=%d", request_id, request.request_id)
         return ResponseStream(
             client_request_id=request_id,
-            adapters=named_uses(checked.adapters, resolved),
+            adapters=named_uses(checked.adapters, adapters),
             tenant=request.tenant,
             checked=checked,
             model_fingerprint=self._model.fingerprint,
