@@ -39,9 +39,8 @@ class Made:
     arguments: dict[str, Any]  # by the names of our public call, what another project's kernels are given
     peers: dict[str, Call] = field(default_factory=dict)
     outputs: Sequence[torch.Tensor] = ()  # that the call writes into; another project's must hold the same after it
-    compared: Callable[[Any], Any] = lambda result: (
-        result
-    )  # the part of our result that another project's is compared to
+    # The part of our result that another project's is compared to.
+    compared: Callable[[Any], Any] = lambda result: result
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ class GenerationState:
         self._started_message: generation_pb2.GenerationStarted | None = None
         self._attempts = attempts
         self._is_call_started = False  # this call got `started`
-        self._completions = [_CompletionState(0)]  # as many as the request gets, once `started` is here
+        self._completions = [_CompletionState(0)]  # one for each completion once `started` has come
 
     @property
     def finished(self) -> Finished | None:
@@ -90,16 +90,15 @@ class GenerationState:
         return chunk
 
     def after_call(self, error: MotetError | None) -> float | None:
-        """What follows a call that ended in order (None) or with `error`, which the user did not ask for.
+        """Seconds to wait before `next_request` after a call that ended in order (None), or with `error`.
 
-        Seconds to wait before `next_request`; None where the stream has ended. Raises what is final.
+        Returns None where the stream has ended, and raises what is final. The user did not cause the error.
         1. Every completion has ended: so has the stream, whatever became of the connection.
-        2. The call ended in order without that: nothing of this server can be trusted.
-        3. Nobody is there, or the server failed the call: the request is sent again, or continued, while Attempts
-           allows it.
-        4. Something was returned and the server has no room at present: the same.
-        5. The request named a LoRA task that is not cached, and its weights are here: it is sent again with them.
-        6. Anything else is raised.
+        2. The call ended in order without that: the server's stream cannot be trusted.
+        3. The time is over, or the weights of a LoRA task could not be sent: that is final.
+        4. The request named a LoRA task that is not cached, and its weights are here: it is sent again with them.
+        5. The server has no room for a continuation: it is sent again while the time lasts.
+        6. Otherwise Attempts decides: no server was reached, or the server failed the call.
         """
         if self.started is not None and all(completion.finished is not None for completion in self._completions):
             return None
@@ -175,7 +174,7 @@ class _CompletionState:
         # What this call sends once more: for a continuation the loose text, for a repetition all text.
         self._repeated_text = ""
         self._is_repetition = False
-        self._position = 0  # where this call stands: less than len(token_ids) while it repeats what is known
+        self._position = 0  # tokens that this call covers; below len(token_ids) while it repeats known ones
 
     def whole(self, finished: Finished) -> Completion:
         """The completion, which has ended."""

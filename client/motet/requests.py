@@ -50,22 +50,22 @@ class GenerateOptions(SamplingOptions, ConversationOptions, total=False):
     combination: Combination | None  # how adapters are combined, as PEFT does: "cat" (default) or "linear"
     lora_task: LoraTask | int | None  # instead of adapter: weights sent under a number, or the number of such weights
     routing_key: str  # requests with equal keys get the same one of active version and canary; at most 128 bytes
-    max_tokens: int | None  # most tokens to generate
+    max_tokens: int | None  # at most so many tokens are generated
     n: int | None  # completions to return, each with its own index
     best_of: int | None  # completions to sample; the n most likely ones are returned at the end
     beam_search: BeamSearch | None  # instead of sampling; the n best completions are returned at the end
     constraint: Constraint | None  # what the text must be: JsonSchema, JsonObject, Regex, Choices, Lark, StructuralTags
     stop: str | Sequence[str]  # end before one of these strings
     stop_token_ids: Sequence[int]  # end after one of these tokens
-    min_tokens: int | None  # generate so many before any of these, or the end-of-sequence token, may end it
+    min_tokens: int | None  # stop strings, stop tokens and end-of-sequence end no completion before so many tokens
     ignore_eos: bool | None  # go on after the end-of-sequence token
     token_bytes: bool  # with log-probabilities: the bytes of every token that has one
     include_stop: bool  # deliver the stop string that ended a completion, or the text of the stop token
     skip_special_tokens: bool | None  # leave special tokens out of the text; default true
-    delta_tokens: int | None  # fewer, larger chunks: of up to so many tokens of a completion, at most 128; default 1
-    delta_wait_s: float | None  # the longest time that a token waits for that, 0.001 to 10 s; default 1 s
-    model_fingerprint: str  # the model that you rely on, as in status(); another one refuses the request
-    cache_salt: str  # requests of one tenant share cached prompts only when this is equal
+    delta_tokens: int | None  # tokens of a completion that one chunk gathers, 1 to 128; default 1
+    delta_wait_s: float | None  # longest time that a token waits for others of its chunk, 0.001 to 10 s; default 1 s
+    model_fingerprint: str  # the model that you rely on, as in status(); a server with another one refuses
+    cache_salt: str  # requests of one tenant share cached prompts only if this is equal
     request_id: str  # label of your own for logs, at most 128 printable ASCII characters
     priority: int | None  # among the requests of your tenant, higher ones run first; from -100 to 100
     tenant: str  # who the request is counted for; empty: the client's
@@ -106,15 +106,9 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     _set_decoding(request, options)
     if ignore_eos is not None:
         request.stopping.ignore_eos = truth_of("stopping.ignore_eos", ignore_eos)
-    if (has_bytes := options.get("token_bytes")) is not None:
-        request.output.token_bytes = truth_of("output.token_bytes", has_bytes)
-    if (has_stop := options.get("include_stop")) is not None:
-        request.output.include_stop = truth_of("output.include_stop", has_stop)
     if options.get("model_fingerprint"):
         request.preconditions.model_fingerprint = text_of("model_fingerprint", options["model_fingerprint"])
-    if (skips := options.get("skip_special_tokens")) is not None:
-        request.output.skip_special_tokens = truth_of("output.skip_special_tokens", skips)
-    _set_delta_size(request.output, options)
+    _set_output(request.output, options)
     _set_prompt(request, prompt, options)
     return request
 
@@ -126,18 +120,18 @@ def task_of(options: GenerateOptions) -> LoraTask | None:
 
 
 def metadata_of(options: GenerateOptions, default_tenant: str) -> tuple[tuple[str, str], ...]:
-    """What is sent beside the request."""
+    """The metadata of the request."""
     return call_metadata(options.get("tenant") or default_tenant)
 
 
 def call_metadata(tenant: str) -> tuple[tuple[str, str], ...]:
-    """What names the tenant of a call, unless the name is empty, and the trace that it belongs to, if there is one."""
+    """The metadata of a call: its tenant, unless the name is empty, and its trace, if there is one."""
     trace = trace_metadata()
     return ((TENANT_KEY, tenant), *trace) if tenant else trace
 
 
 def is_resumable(request: generation_pb2.GenerateRequest) -> bool:
-    """Whether a broken stream can be continued behind its tokens: one completion, sampled as it goes."""
+    """Whether a broken stream can be continued behind its tokens: a single sample, no beam search."""
     decoding = request.decoding
     return decoding.n <= 1 and decoding.best_of <= 1 and not decoding.HasField("beam_search")
 
@@ -147,7 +141,7 @@ def continuation(
     started: generation_pb2.GenerationStarted,
     token_ids: Sequence[int],
 ) -> generation_pb2.GenerateRequest:
-    """The request that goes on behind `token_ids` with the same tokens as the unbroken stream."""
+    """The request that continues a stream behind `token_ids`, with the tokens that the unbroken stream would have."""
     resumed = repetition(request, started)
     resumed.resume_from.ids.extend(token_ids)
     return resumed
@@ -158,8 +152,9 @@ def repetition(
 ) -> generation_pb2.GenerateRequest:
     """The request that gives the tokens of the broken stream once more, from the first one on.
 
-    What the server chose is pinned: version, seed, every default that a restarted server could choose anew, and the
-    date that a chat template prints. A server with another model, or that makes another prompt of the input, refuses.
+    What the server chose is pinned: version, seed, every default that a restarted server could choose differently, and
+    the date that a chat template prints. A server with another model, or that makes another prompt of the input,
+    refuses it.
     """
     resumed = generation_pb2.GenerateRequest()
     resumed.CopyFrom(request)
@@ -183,9 +178,9 @@ def repetition(
 def what_changed(
     first: generation_pb2.GenerationStarted, later: generation_pb2.GenerationStarted
 ) -> tuple[str, object, object] | None:
-    """The first thing that a continuation does not have in common with its beginning: name, later value, first value.
+    """The first setting in which a continuation differs from its beginning: its name, later value and first value.
 
-    None if they can be one stream.
+    None if both can be one stream.
     """
     for field in ("adapter_digest", "adapters", "model_fingerprint", "prompt_sha256", "prompt_tokens"):
         if getattr(later, field) != getattr(first, field):
@@ -194,7 +189,7 @@ def what_changed(
         settings, before = getattr(later, part), getattr(first, part)
         for descriptor in before.DESCRIPTOR.fields:
             name = descriptor.name
-            # Prompt log-probabilities came at the start, a continuation does not request them.
+            # Prompt log-probabilities came at the start: a continuation does not request them.
             if name != "prompt_logprobs" and getattr(settings, name) != getattr(before, name):
                 return f"{part}.{name}", getattr(settings, name), getattr(before, name)
     return None
@@ -259,7 +254,10 @@ def _set_decoding(request: generation_pb2.GenerateRequest, options: GenerateOpti
             decoding.beam_search.early_stopping = truth_of("decoding.beam_search.early_stopping", beams.early_stopping)
 
 
-def _set_delta_size(output: types_pb2.OutputParams, options: GenerateOptions) -> None:
+def _set_output(output: types_pb2.OutputParams, options: GenerateOptions) -> None:
+    for name in ("token_bytes", "include_stop", "skip_special_tokens"):
+        if (value := options.get(name)) is not None:
+            setattr(output, name, truth_of(f"output.{name}", value))
     num_tokens, wait_s = options.get("delta_tokens"), options.get("delta_wait_s")
     if num_tokens is not None:
         output.delta_tokens = uint_of("output.delta_tokens", num_tokens, _UINT32_MAX)

@@ -166,7 +166,7 @@ class Attempts:
 
 
 def as_broken(error: MotetError) -> MotetError:
-    """`error`, or what a CANCELLED means that nobody here requested: the server's port was closed over the call."""
+    """`error`; but Unavailable for a CANCELLED that this client did not cause: the server closed its port."""
     if not isinstance(error, Cancelled) or is_said_by_server(error):
         return error
     broken = Unavailable(f"the call was cancelled there ({error.message})")

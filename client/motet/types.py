@@ -44,7 +44,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token under the model's own distribution: before bias, penalties, temperature and filters."""
+    """One token and its most likely alternatives, under the distribution that `logprobs_mode` names."""
 
     token_id: int
     logprob: float  # natural logarithm; the lowest float32 stands for all that is less
@@ -318,9 +318,7 @@ class AdapterVersion:
 class VersionRollout:
     """How a version is rolled out when it is registered."""
 
-    keep_active: bool = (
-        False  # the version that is active stays active; the first version of a name is active all the same
-    )
+    keep_active: bool = False  # the active version stays active; the first version of a name becomes active anyway
     canary_per_mille: int = 0  # the version becomes the canary with this share, in thousandths; implies keep_active
     version_labels: tuple[str, ...] = ()  # labels that point to the version from then on
     keep_versions: int | None = None  # how many of the newest versions are kept from then on; 0: all; None: as it is

@@ -56,9 +56,8 @@ class Rows:
         self.is_decoding = np.zeros(max_rows, dtype=np.bool_)
         self.num_known = np.zeros(max_rows, dtype=np.int64)  # tokens given or sampled
         self.num_computed = np.zeros(max_rows, dtype=np.int64)  # leading tokens whose KV is in the cache
-        self.num_given = np.zeros(
-            max_rows, dtype=np.int64
-        )  # leading tokens whose KV was in the cache when the row began
+        # Leading tokens whose KV was in the cache when the row began.
+        self.num_given = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt = np.zeros(max_rows, dtype=np.int64)  # tokens of the prompt; the rest was generated
         self.block_table = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.num_row_blocks = np.zeros(max_rows, dtype=np.int64)

@@ -34,9 +34,9 @@ _NAMES: dict[int, str] = {
 }
 
 
-# Tokens and text that go out together; log-probabilities of the tokens where there are any. A bare tuple: one is made
-# per token.
-_Piece = tuple[Sequence[int], str, Sequence[TokenLogprobs] | None]
+# What goes out together: tokens, text, and log-probabilities of the tokens where there are any. A bare tuple: one is
+# made per token.
+_Gain = tuple[Sequence[int], str, Sequence[TokenLogprobs] | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +54,7 @@ class _Completion:
     stop_string: str = ""
     kept: KeptDeltas = field(default_factory=KeptDeltas)  # where completions are chosen at the end
 
-    def take(self, event: JobEvent) -> _Piece:
+    def take(self, event: JobEvent) -> _Gain:
         """Take an event and return what can be delivered. The completion has ended if `reason` is set then."""
         token_ids, finish_reason, logprobs = event.token_ids, event.finish_reason, event.logprobs
         # A stop token counts; its text is delivered where the client wants it.
@@ -156,6 +156,11 @@ class ResponseStream:
         return self._num_running == 0
 
     @property
+    def adapters(self) -> Sequence[generation_pb2.AdapterUse]:
+        """The adapters of the request with their versions; empty for the base model."""
+        return self._adapters
+
+    @property
     def finish_reasons(self) -> list[str]:
         """Why the completions that have ended did, by index."""
         reasons = (completion.reason for completion in self._completions)
@@ -192,11 +197,6 @@ class ResponseStream:
         self._num_running = 0
         return [self._started(), self._finished(completion, 0)]
 
-    @property
-    def adapters(self) -> Sequence[generation_pb2.AdapterUse]:
-        """The adapters of the request with their versions; empty for the base model."""
-        return self._adapters
-
     async def take_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Add the log-probabilities of the prompt to `started`, in pieces. Call it before `take` of the same event."""
         num_at_once = max(MAX_LOGPROBS_AT_ONCE // (1 + len(logprobs[0].top)), 1)
@@ -205,11 +205,11 @@ class ResponseStream:
                 await asyncio.sleep(0)
             add_logprobs(self._first.started.prompt_logprobs, logprobs[start : start + num_at_once], self._spell)
 
-    def take(self, event: JobEvent, give_up: Callable[[int], None]) -> Iterable[generation_pb2.GenerateResponse]:
+    def take(self, event: JobEvent, cancel_index: Callable[[int], None]) -> Iterable[generation_pb2.GenerateResponse]:
         """The messages for one event of the fleet, or for a part of one.
 
-        `give_up` is called with the index of a completion that a stop string ended. Where completions are chosen at the
-        end, each message is made when the caller takes it: let other tasks run between them.
+        `cancel_index` is called with the index of a completion that a stop string ended. Where completions are chosen
+        at the end, each message is made when the caller takes it: let other tasks run between them.
         """
         completion = self._completions[event.index]
         if completion.reason is not None or not (event.token_ids or event.finish_reason):
@@ -217,23 +217,24 @@ class ResponseStream:
         if completion.first_token_s is None:
             completion.first_token_s = self._clock()
             self._num_cached_tokens, self._queue_time_s = event.num_cached_tokens, event.queue_time_s
-        piece = completion.take(event)
+        token_ids, text, logprobs = completion.take(event)
         if self._texts is not None:
-            self._texts[event.index].append(piece[1])
+            self._texts[event.index].append(text)
         if completion.reason is not None:
             completion.ended_s = self._clock()
             self._num_running -= 1
             if event.finish_reason is None:
-                give_up(completion.index)
+                cancel_index(completion.index)
         if self._is_ranked:
-            is_scored = self._decoding.beam is not None or len(piece[2] or ()) == len(piece[0])
+            is_scored = self._decoding.beam is not None or len(logprobs or ()) == len(token_ids)
             assert is_scored, f"a sample of request {self._request.request_id} has no log-probabilities to rank it by"
             wants_logprobs = self._checked.sampling.num_logprobs is not None
-            completion.kept.add(piece[0], piece[1], piece[2] if wants_logprobs else None)
+            completion.kept.add(token_ids, text, logprobs if wants_logprobs else None)
             return [] if self._num_running else self._chosen()
         messages = [] if self._is_started else [self._started()]
-        if piece[0] or piece[1]:
-            messages.append(_delta(piece, completion.index, completion.num_tokens, self._spell))
+        if token_ids or text:
+            gain = token_ids, text, logprobs
+            messages.append(_delta(gain, completion.index, completion.num_tokens, self._spell))
         if completion.reason is not None:
             messages.append(self._finished(completion, completion.index))
         return messages
@@ -332,12 +333,12 @@ def parts_of(event: JobEvent) -> Iterator[JobEvent]:
 
 
 def _delta(
-    piece: _Piece, index: int, num_tokens: int, spell: Callable[[int], bytes] | None
+    gain: _Gain, index: int, num_tokens: int, spell: Callable[[int], bytes] | None
 ) -> generation_pb2.GenerateResponse:
-    """`num_tokens`: of this completion, including those of the piece."""
+    """The message for what a completion gained. `num_tokens`: of the completion, including those gained."""
     # Filled in place: made once per token, and a delta passed to the constructor is copied.
     message = generation_pb2.GenerateResponse()
-    token_ids, text, logprobs = piece
+    token_ids, text, logprobs = gain
     delta = message.delta
     if index:
         delta.index = index
