@@ -315,7 +315,7 @@ class Engine(Protocol):
         """
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """`submit`, and the results."""
+        """Submit the plan and wait for its results."""
 
     def read_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Read the tokenizer of a vocabulary that rows will name, so that no step reads it. Survives `reset`.

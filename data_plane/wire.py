@@ -1,6 +1,7 @@
 """The worker's end of the plan stream's encoding: protobuf messages to data_plane.plan and back.
 
-Arrays are views into the received bytes (numpy.frombuffer): nothing here loops over tokens or rows.
+Arrays are views into the received bytes (numpy.frombuffer). New rows are decoded one by one; nothing here loops over
+tokens or over the rows of a step.
 """
 
 from __future__ import annotations

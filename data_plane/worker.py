@@ -166,7 +166,7 @@ def _metrics(engine: Engine, tier: HostTier | None) -> WorkerMetrics:
 
 @contextlib.contextmanager
 def _handling_signals(act: Callable[[], None]) -> Iterator[None]:
-    """Have SIGTERM and SIGINT do this meanwhile. Main thread only."""
+    """Call `act` on SIGTERM and SIGINT while the block runs. Main thread only."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, lambda *_: act()) for number in numbers}
     try:
@@ -198,7 +198,7 @@ def host_tier(config: WorkerConfig) -> HostTier | None:
 
 
 def source_factory(config: WorkerConfig, tier: HostTier | None = None) -> SourceFactory:
-    """Adapters from the host cache where there is one for this worker, else and otherwise through the control plane.
+    """Adapters come from the host cache if this worker can read it; what it lacks comes through the control plane.
 
     `tier`: what is read is kept there, and read from there first.
     """
@@ -227,7 +227,7 @@ def source_factory(config: WorkerConfig, tier: HostTier | None = None) -> Source
 
 
 def host_cache_access(config: WorkerConfig, welcome: plan_pb2.Welcome) -> tuple[RedisAccess | None, str]:
-    """How to read the host cache; None if it is not to be read, with the reason unless there is none to read."""
+    """How to read the host cache, or None and why not. The reason is empty if there is no host cache."""
     url = config.worker_redis_url or welcome.host_cache_url
     if not url:
         return None, ""

@@ -60,9 +60,9 @@ class StepBatch:
     further: FurtherColumns | None  # of tokens with several adapters
     kept_further: FurtherColumns | None  # of those in `kept`
     sampled_rows: Int64Array  # [n] rows that sample, in the step's order
-    sampled_there: torch.Tensor  # int64 [n] the same on the device
+    sampled_on_device: torch.Tensor  # int64 [n] the same on the device
     pooled_rows: Int64Array  # [n] rows that return a vector, in the step's order
-    ended_rows: Int64Array  # [n] both, in the step's order
+    ended_rows: Int64Array  # [n] rows that sample or return a vector, in the step's order
     written_blocks: Int64Array  # blocks that get a token's KV
     # int64 on the device: indices of the tokens whose logits are kept. First the last token of each sampled row,
     # then, for prompt log-probabilities, the token before each requested token. In a pass with drafts: every token.
@@ -124,16 +124,16 @@ def build_batch(
     if drafts is not None:
         of_rows, query_start, context_lens = _one_by_one(token_rows, positions)
     fed = (decoding, _known(rows, prefills)) if drafts is None else (decoding, *_with_drafts(drafts, start))
-    position_ids, kv_positions_there, kept_there, sampled_there, *fed_there = upload_all(
+    position_ids, kv_positions_on_device, kept_on_device, sampled_on_device, *fed_on_device = upload_all(
         device, positions, kv_positions, kept, sampled_rows, *fed
     )
     return StepBatch(
         rows=step_rows,
         num_tokens=counts,
         starts=start[:-1],
-        input_ids=_input_ids(last_tokens, *fed_there),
+        input_ids=_input_ids(last_tokens, *fed_on_device),
         position_ids=position_ids,
-        kv_positions=kv_positions_there,
+        kv_positions=kv_positions_on_device,
         attention=_attention(rows, of_rows, query_start, context_lens, device_rows),
         token_slots=torch.from_numpy(token_slots),
         slots=np.unique(every[every >= 0]).tolist(),
@@ -141,11 +141,11 @@ def build_batch(
         further=further,
         kept_further=None if further is None else further.take(kept),
         sampled_rows=sampled_rows,
-        sampled_there=sampled_there,
+        sampled_on_device=sampled_on_device,
         pooled_rows=step_rows[is_ending & is_pooling[step_rows]],
         ended_rows=step_rows[is_ending],
         written_blocks=kv_positions // rows.block_size,
-        kept=kept_there,
+        kept=kept_on_device,
         prompt_requests=prompt_requests,
     )
 
@@ -196,7 +196,7 @@ def _known(rows: Rows, prefills: Int32Array) -> Int64Array:
 
 
 def _with_drafts(drafts: Drafts, start: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """The tokens of a pass with drafts. Those of the rows themselves are 0: the device knows them; and their places."""
+    """Token ids of a pass with drafts, and the index of each row's own token, which is 0 here: the device knows it."""
     first = start[:-1]
     token_ids = np.zeros(int(start[-1]), dtype=np.int64)
     is_draft = np.ones(len(token_ids), dtype=np.bool_)
@@ -208,7 +208,7 @@ def _with_drafts(drafts: Drafts, start: Int64Array) -> tuple[Int64Array, Int64Ar
 def _input_ids(
     last_tokens: torch.Tensor, decoding: torch.Tensor, known: torch.Tensor, first: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Fed-back tokens of the decoding rows, then the known ones; with `first`, at these places among the known ones."""
+    """Fed-back tokens of the decoding rows, then the known ones; with `first`, at these indices of the known ones."""
     fed_back = last_tokens[decoding]
     if first is None:
         return torch.cat([fed_back, known]) if len(known) else fed_back
@@ -253,7 +253,7 @@ def check_room(rows: Rows, step_rows: Int64Array, ends: Int64Array) -> None:
 
 
 def check_distinct(kv_positions: Int64Array) -> None:
-    """Refuse two tokens at one place."""
+    """Refuse two tokens with one KV position."""
     in_order = np.sort(kv_positions)
     if (in_order[1:] == in_order[:-1]).any():
         raise PlanRefused("two tokens of the step have one KV position: a block has two writers")

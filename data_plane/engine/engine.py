@@ -132,14 +132,14 @@ class TorchEngine:
                 forward=lambda batch: self._forward(batch)[0],
                 sample=self._sample,
             )
-        # Where the decode steps are built: on a GPU there, so that they upload next to nothing.
+        # On a GPU decode steps are built from the rows' state on the device, so that they upload next to nothing.
         self._device_rows = DeviceRows(self._rows, device)
         self._decodes_on_device = device.type == "cuda" if decodes_on_device is None else decodes_on_device
         self.decode_steps = DecodeSteps(self._rows, self._device_rows, model, self.adapter_steps, self._prepare)
         self._last_tokens = self._device_rows.last_tokens
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """`submit`, and the results (see Engine)."""
+        """Submit the plan and wait for its results (see Engine)."""
         return self.submit(plan).wait()
 
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -168,7 +168,7 @@ class TorchEngine:
         )
 
     def _queue(self, plan: StepPlan, decoding: Int64Array, started_s: float) -> PendingStep:
-        """A step whose rows get a token each, and nothing else. Does not wait for the device."""
+        """Queue a step whose rows get a token each, and nothing else. Does not wait for the device."""
         if self._decodes_on_device and len(decoding) and len(plan.prefills) == 0:
             return self._queue_decodes(plan, decoding, started_s)
         batch = self._build(decoding, plan.prefills)
@@ -179,12 +179,12 @@ class TorchEngine:
         sampled = batch.sampled_rows
         with span("sample"):
             tokens, finite, _ = self._draws.draw(logits, sampled, None)
-            self._last_tokens[batch.sampled_there] = tokens
+            self._last_tokens[batch.sampled_on_device] = tokens
             copy = self._copies.start(tokens, finite)
         return self._under_way.begin(plan.step_id, sampled, copy, moved=self._take_moved(), started_s=started_s)
 
     def _queue_decodes(self, plan: StepPlan, decoding: Int64Array, started_s: float) -> PendingStep:
-        """Such a step without a prefill, of which the device has nearly everything."""
+        """`_queue` for a step that only decodes, from the rows' state on the device."""
         with span("forward"):
             decoded = self.decode_steps.run(decoding)
         with span("sample"):
@@ -194,7 +194,7 @@ class TorchEngine:
         return self._under_way.begin(plan.step_id, decoding, copy, moved=self._take_moved(), started_s=started_s)
 
     def _compute(self, plan: StepPlan, decoding: Int64Array, started_s: float) -> StepOutput:
-        """Any step, to its end."""
+        """Compute a step of any kind, and wait for its results."""
         if self._speculation is not None:
             result = self._speculation.step(plan, decoding)
             if result is not None:
@@ -280,9 +280,9 @@ class TorchEngine:
                 self._speculation.free(freed)
         for new in plan.new_rows:
             self._check_adapters(new)
-            num_tokens = None if new.slot is None else self.arena.num_tokens(new.slot)
-            rows.add(new, num_tokens)
-            self._sampler.add(new, num_tokens)
+            vocab_size = None if new.slot is None else self.arena.num_tokens(new.slot)
+            rows.add(new, vocab_size)
+            self._sampler.add(new, vocab_size)
             self._pooler.add(new)
             self._constraints.add(new)
             if self._speculation is not None:
@@ -311,7 +311,7 @@ class TorchEngine:
             self._fresh_blocks.clean(plan)
 
     def _check_adapters(self, new: NewRow) -> None:
-        """Raise PlanRefused unless the adapters of a new row are ready. Those that the row combines are listed."""
+        """Raise PlanRefused unless the adapters of a new row are ready and may be combined as the row names them."""
         if new.slot is None:
             return
         named = [(new.slot, new.slot_generation)]
@@ -354,7 +354,10 @@ class TorchEngine:
             )
 
     def _forward(self, batch: StepBatch) -> tuple[torch.Tensor, list[PooledRow]]:
-        """The forward pass; advances the rows. Logits of the tokens that the batch keeps, and vectors of its rows."""
+        """Run the forward pass and advance the rows.
+
+        Returns the logits of the tokens that the batch keeps, and the vectors of rows that return one.
+        """
         rows = self._rows
         self._prepare(batch.rows, batch.written_blocks)
         steps = self.adapter_steps
@@ -376,7 +379,10 @@ class TorchEngine:
         return logits, [] if hidden is None else self._pooler.take(batch, hidden)
 
     def _prepare(self, step_rows: Int64Array, written_blocks: Int64Array) -> None:
-        """Before a pass of these rows. Raises StaleSlot where an adapter of theirs is not in its slot."""
+        """Prepare a pass of these rows, which writes these blocks: the device waits for swaps that still read them.
+
+        Raises StaleSlot if an adapter of the rows is not in its slot.
+        """
         rows = self._rows
         self.arena.check_all(rows.slot[step_rows], rows.slot_generation[step_rows])
         for member in rows.adapters.members_of(step_rows):
@@ -398,7 +404,7 @@ class TorchEngine:
         return replace(output, rows=ended, token_ids=tokens, failed_rows=all_failed, pooled=returned)
 
     def _sample_ready(self, batch: StepBatch, logits: torch.Tensor) -> PassOutput:
-        """A token for each row that samples, but for those whose masks are not ready: they sample in a later step."""
+        """A token for each row that samples, except for rows whose masks are not ready: they sample in a later step."""
         sampled = batch.sampled_rows
         masks = self._constraints.collect(sampled, is_alone=len(batch.rows) == len(sampled))
         if masks is None or not masks.waiting:

@@ -68,7 +68,7 @@ class LoraLinear(nn.Linear):
         return _apart(output) if self.out_features == 1 else output
 
     def product(self, input: torch.Tensor) -> tuple[torch.Tensor, Expansion | None]:
-        """The output, and what it still lacks of the step's adapters, which the kernel that reads it next adds.
+        """The output, and the step's adapters if they are not in it yet: the kernel that reads it next adds them.
 
         For gate and up: no adapter's rows replace their output, and only the gate reads it.
         """

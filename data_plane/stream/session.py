@@ -176,7 +176,7 @@ class Session:
             self._results.add(step, pending)
 
     def _send_results(self, step: StepPlan, output: StepOutput) -> None:
-        """On whichever thread had the results."""
+        """Called on the compute thread or on the one that waited for the results (StepResults)."""
         with span("encode the result"):
             self._stream.send(encode_output(output, self.epoch))
         self._work.end_step(step.step_id, self._clock())
