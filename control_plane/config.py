@@ -136,7 +136,7 @@ class ServerConfig:
     plan_depth: int = setting("plans in flight to a worker", _FLEET.plan_depth, unit="a count")
     min_plan_steps: int = setting(
         f"decode steps of a plan, at least, where nothing could be decided between them; "
-        f"{MAX_PLAN_STEPS} for workers with --speculative",
+        f"use {MAX_PLAN_STEPS} for workers with --speculative",
         _FLEET.min_plan_steps,
         unit="a count",
         lowest=1,
