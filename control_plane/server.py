@@ -21,12 +21,10 @@ import uvloop
 # googleapis-common-protos ships no py.typed marker.
 from google.longrunning import operations_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
-from motet import __version__
 from motet.command_line import WRONG_COMMAND_LINE, Parser
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, pooling_pb2_grpc, status_pb2_grpc
 from motet.v1.status import LimitStatus
 
-from contract.fingerprint import NOT_QUANTIZED
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import control_plane_ready
 from contract.redaction import redacted
@@ -62,18 +60,21 @@ from control_plane.errors import MotetError
 from control_plane.fleet.assembly import assemble
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
+from control_plane.fleet.settings import FleetSettings
 from control_plane.frontends.assembly import ClientPort, bind_clients, client_port
+from control_plane.host_cache.task_cache import TaskCache
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
 from control_plane.scaler.port import open_port
+from control_plane.setup.base_model import read_base_model
 from control_plane.setup.directories import take_in_directories
 from control_plane.setup.garbage import collect_rarely
 from control_plane.setup.metrics import ControlPlaneMetrics, open_tracing
 from control_plane.setup.storage import open_storage, uploads_in
 from control_plane.setup.tasks import open_tasks
-from control_plane.signatures.verifier import open_verifier
+from control_plane.signatures.verifier import SignatureVerifier, open_verifier
 from control_plane.text_setup import adapter_texts, open_constraints, start_codec
 from control_plane.version_services import push_part, verification_part
 
@@ -157,37 +158,36 @@ class ControlPlane:
 
 
 async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> ControlPlane:
-    """Everything, started and listening; `stack` ends it."""
+    """Everything, started and listening; `stack` ends it in reverse order."""
     max_connections = descriptors.make_room(config.max_connections)
     _lock_data_dir(config.data_dir, stack)
     audit = _open_audit_log(config, stack)
-    base_model = await _read_base_model(config)
+
+    # The model, its texts, and the adapters.
+    base_model = await read_base_model(config)
     codec, base_model = await start_codec(config, base_model, stack)
     reports = await _open_reports(config, base_model, stack)
     settings = config.fleet_settings()
     metrics = ControlPlaneMetrics(config.metrics_listen, open_tracing(config.otlp_traces_endpoint, stack))
-    storage = open_storage(config, base_model, reports, settings.tenants, metrics.timings, stack)
-    registry, weights, task_cache = await storage
-    # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
+    registry, weights, task_cache = await open_storage(
+        config, base_model, reports, settings.tenants, metrics.timings, stack
+    )
+
+    # The ports, which do not listen yet. They end after the fleet, so that streams end with a reason.
     watcher = FileWatcher(on_read=audit.file_read)
-    make_transport = partial(open_transport, has_scaler=config.scaler_listen is not None)
-    transport, authenticator = _open(make_transport, config, watcher), await _authenticator(config, watcher, stack)
+    transport, authenticator = _transport(config, watcher), await _authenticator(config, watcher, stack)
     clients, workers = _make_ports(config, max_connections, authenticator, transport, metrics, audit, stack)
+
+    # The fleet, and the life cycle of adapters over it.
     constraints, vocabulary = await open_constraints(codec, base_model, stack)
     observed: Any = {"audit": audit, "vocabulary": vocabulary, "timings": metrics.timings}
     fleet = Fleet(assemble(settings, base_model, weights, registry.incarnation, **observed))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
-    life_cycle = AdapterLifeCycle(
-        registry=registry,
-        weights=weights,
-        fleet=fleet,
-        operations=operation_store,
-        audit=audit,
-        signatures=_open(open_verifier, config, watcher),
-        has_task=task_cache.has_digest,
-        max_pinned_bytes=lambda tenant: settings.tenants.limits_of(tenant).max_pinned_bytes,
-    )
+    signatures = _open(open_verifier, config, watcher)
+    life_cycle = _life_cycle(settings, registry, weights, fleet, operation_store, audit, signatures, task_cache)
+
+    # The services.
     gate, uploads = DrainGate(), UploadReceiver(uploads_in(config), max_adapter_bytes=config.max_adapter_bytes)
     adapter_service = adapters.AdapterService(
         registry=registry,
@@ -199,10 +199,9 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         idempotency=IdempotencyCache(),
         audit=audit,
     )
-    facts = generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.served_fingerprint)
     texts = adapter_texts(codec, weights, stack)
     parts: Any = {"texts": texts, "registry": registry, "fleet": fleet, "gate": gate, "audit": audit}
-    parts |= {"observers": metrics.requests, "model": facts, "served": reports}
+    parts |= {"observers": metrics.requests, "model": _facts_of(base_model), "served": reports}
     tasks = open_tasks(config, task_cache, life_cycle, fleet, reports, base_model, uploads, audit)
     generation_service = generation.GenerationService(codec=codec, tasks=tasks, constraints=constraints, **parts)
     pooling_service = pooling.PoolingService(**parts)
@@ -217,7 +216,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         push_part(config, base_model, registry, life_cycle, weights, fleet, gate, uploads, audit),
         verification_part(config, base_model, registry, life_cycle, weights, fleet, operation_store, gate, audit),
-        *(residency.part(registry, weights, fleet, gate, audit), worker_drains.part(fleet.drains, audit)),
+        residency.part(registry, weights, fleet, gate, audit),
+        worker_drains.part(fleet.drains, audit),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
         (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store, audit)),
         health_part,
@@ -226,15 +226,39 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     _offer(workers, (plan_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service), health_part)
     _offer_reflection(config, clients)
     await take_in_directories(config.directories, registry, life_cycle, audit, stack)
+
+    # Now the ports listen.
     _start(watcher, stack)
     client_address = bind_clients(clients, config.listen, transport.client_credentials)
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await asyncio.gather(clients.start(), workers.start())
-    on_refused = metrics.counting(audit.refused)
-    await open_port(config.scaler_listen, transport, fleet.workload, _is_known(reports), on_refused, stack)
+    on_refused, is_known = metrics.counting(audit.refused), _is_known(reports)
+    await open_port(config.scaler_listen, transport, fleet.workload, is_known, on_refused, stack)
     begin(stack, _restore(life_cycle), Keeper(registry, life_cycle, fleet.unloads.has_requests).run())
     drain = partial(_drain, fleet, operation_store, gate, reporter)
     return ControlPlane(client_address, worker_address, fleet, drain, audit)
+
+
+def _life_cycle(
+    settings: FleetSettings,
+    registry: Registry,
+    weights: AdapterWeights,
+    fleet: Fleet,
+    operation_store: OperationStore,
+    audit: AuditLog,
+    signatures: SignatureVerifier,
+    task_cache: TaskCache,
+) -> AdapterLifeCycle:
+    return AdapterLifeCycle(
+        registry=registry,
+        weights=weights,
+        fleet=fleet,
+        operations=operation_store,
+        audit=audit,
+        signatures=signatures,
+        has_task=task_cache.has_digest,
+        max_pinned_bytes=lambda tenant: settings.tenants.limits_of(tenant).max_pinned_bytes,
+    )
 
 
 async def _drain(
@@ -297,6 +321,10 @@ def _offer_reflection(config: ServerConfig, server: ClientPort) -> None:
         reflection.add_to_server([part.SERVICE_NAME for part in _REFLECTED], server)
 
 
+def _facts_of(base_model: BaseModel) -> generation.ModelFacts:
+    return generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.served_fingerprint)
+
+
 def _status_service(
     config: ServerConfig,
     base_model: BaseModel,
@@ -326,35 +354,17 @@ def _status_service(
     )
 
 
-async def _read_base_model(config: ServerConfig) -> BaseModel:
-    logger.info("reading checkpoint", extra=shown(f"Motet {__version__} serves {config.model_dir.resolve()}"))
-    base_model = await asyncio.to_thread(
-        BaseModel.load, config.model_dir, config.dtype, config.max_model_len, config.quantization
-    )
-    num_layers, length = base_model.num_layers, base_model.max_model_len
-    facts = [
-        str(base_model.config.get("model_type")),
-        *([f"{num_layers} layers"] if num_layers else []),
-        base_model.dtype,
-        *([f"weights in {base_model.quantization}"] if base_model.quantization != NOT_QUANTIZED else []),
-        "context as the workers compute it" if length is None else f"context {length} tokens",
-    ]
-    logger.info(
-        "base model name=%s fingerprint=%s dtype=%s",
-        base_model.name,
-        base_model.fingerprint,
-        base_model.dtype,
-        extra=shown(f"base model {base_model.name}: {', '.join(facts)}"),
-    )
-    return base_model
-
-
 def _open(make: Callable[[AccessSettings, FileWatcher], T], config: ServerConfig, watcher: FileWatcher) -> T:
     """A part that the settings of access describe. Raises ConfigError."""
     try:
         return make(config.access, watcher)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _transport(config: ServerConfig, watcher: FileWatcher) -> Transport:
+    """Raises ConfigError."""
+    return _open(partial(open_transport, has_scaler=config.scaler_listen is not None), config, watcher)
 
 
 async def _authenticator(config: ServerConfig, watcher: FileWatcher, stack: contextlib.AsyncExitStack) -> Authenticator:
