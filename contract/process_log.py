@@ -89,7 +89,7 @@ def printable(text: str, most: int = 300) -> str:
 
 
 def shown(sentence: str) -> dict[str, str]:
-    """For a log call's `extra`: what a terminal shows of the record."""
+    """The `extra` of a log call: a terminal shows this sentence for the record."""
     return {"shown": sentence}
 
 

@@ -53,7 +53,7 @@ class RopeScaling:
         return cls(context_length, tuple(sorted(parameters.items())))
 
     def document(self) -> dict[str, Any]:
-        """As the manifest has it."""
+        """The fields of the manifest."""
         return {"context_length": self.context_length, "parameters": dict(self.parameters)}
 
 

@@ -108,7 +108,7 @@ def logprobs(
     *,
     num_tokens: int | None = None,
 ) -> list[float]:
-    """Of each token from the second on, natural logarithms. `cache` has the tokens that have the logits `before`."""
+    """Natural log-probabilities of the tokens from the second on. `cache` has the tokens whose logits are `before`."""
     num_before = 0 if before is None else len(before)
     token_ids = torch.tensor([list(prompt)])
     logits = model(input_ids=token_ids[:, num_before:], past_key_values=cache, use_cache=cache is not None).logits[0]

@@ -42,7 +42,7 @@ def device_name(tensor: torch.Tensor) -> str | None:
 
 
 def num_multiprocessors(tensor: torch.Tensor) -> int:
-    """Of the tensor's GPU. On the CPU, where kernels are interpreted, two."""
+    """Multiprocessors of the tensor's GPU. Two on the CPU, where kernels are interpreted."""
     return _num_multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 
 class Pauses:
-    """Of the blocking client. Thread-safe."""
+    """Waits of the blocking client, which its `close` ends. Thread-safe."""
 
     def __init__(self, sleep: Callable[[float], None] | None) -> None:
         """`sleep`: for tests, in place of a wait that can be ended."""
@@ -36,7 +36,7 @@ class Pauses:
 
 
 class AsyncPauses:
-    """Of the asyncio client, for one event loop."""
+    """Waits of the asyncio client, which its `close` ends. For one event loop."""
 
     def __init__(self, sleep: Callable[[float], Awaitable[None]]) -> None:
         self.is_closed = False  # the client is

@@ -174,7 +174,7 @@ def _check_blocks(pem: bytes) -> None:
 
 
 def _not_after_s(pem: bytes) -> float:
-    """Of the first certificate. Raises ValueError or IndexError if there is none."""
+    """When the first certificate expires, seconds since 1970. Raises ValueError or IndexError if there is none."""
     match = _FIRST_CERTIFICATE.search(pem.decode("ascii"))
     if match is None:
         raise ValueError("no certificate in PEM")

@@ -38,7 +38,7 @@ class CheckpointQuantization:
 
 
 def read_quantization(config: Mapping[str, Any]) -> CheckpointQuantization | None:
-    """By config.json; None for a checkpoint that is not quantised. Raises NotServed."""
+    """How config.json says that the checkpoint is quantised; None if it is not. Raises NotServed."""
     text_config = config.get("text_config")
     given = config.get(KEY) or (text_config.get(KEY) if isinstance(text_config, Mapping) else None)
     if not given:

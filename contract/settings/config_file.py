@@ -106,7 +106,7 @@ def read(path: Path) -> Tables:
 
 
 def _flags(config_class: type[Any]) -> dict[str, tuple[Flag, Any]]:
-    """By key of the file, each flag and the type of its value."""
+    """Each flag and the type of its value, by the key in the file."""
     known = {
         flag_of(config_class, name).lstrip("-"): (flag, type_of(config_class, name))
         for name, flag in flags_of(config_class).items()

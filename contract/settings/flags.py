@@ -60,12 +60,12 @@ def group(config_class: type[Any]) -> Any:
 
 
 def groups_of(config_class: type[Any]) -> dict[str, type[Any]]:
-    """By field, the configurations that are part of this one."""
+    """The configurations that are part of this one, by field."""
     return {item.name: item.metadata["group"] for item in fields(config_class) if "group" in item.metadata}
 
 
 def flags_of(config_class: type[Any]) -> dict[str, Flag]:
-    """By field, what is said of it; without those of groups."""
+    """The flags of a configuration by field, without those of its groups."""
     return {item.name: item.metadata["flag"] for item in fields(config_class) if "flag" in item.metadata}
 
 

@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClientGuard:
-    """Of the clients' port. Make it inside the event loop."""
+    """Guards the clients' port. Make it inside the event loop."""
 
     def __init__(self, denied: WatchedFiles[DenyList] | None, *, wall_clock: Callable[[], float] = time.time) -> None:
         self._denied = denied
@@ -78,7 +78,7 @@ class ClientGuard:
 
 
 def worker_guard(access: WorkerAccess) -> Callable[[Context], contextlib.AbstractContextManager[None]]:
-    """Of the workers' port: no method is for a peer that is no worker. The worker service checks for which worker."""
+    """Guards the workers' port: only workers may call. The worker service checks which worker it is."""
 
     @contextlib.contextmanager
     def guard(context: Context) -> Iterator[None]:

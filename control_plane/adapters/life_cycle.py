@@ -343,7 +343,7 @@ class AdapterLifeCycle:
 
 
 def shown_placements(record: AdapterRecord, *, is_cached: bool, worker_ids: tuple[str, ...]) -> Placements:
-    """Of where the active version is, what the current caller may know; see AdapterLifeCycle.placements."""
+    """Where the active version is, as far as the current caller may know; see AdapterLifeCycle.placements."""
     if not record.active_digest:
         return Placements()
     is_admin = current_caller().principal.is_admin

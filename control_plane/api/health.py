@@ -98,7 +98,7 @@ class HealthReporter:
         self.on_workers_changed()
 
     def on_workers_changed(self) -> None:
-        """For Fleet.on_workers_changed."""
+        """Report the health anew; give it to Fleet.on_workers_changed."""
         self._service.set(generation.SERVICE_NAME, is_serving=self._is_serving())
 
     def stop(self) -> None:

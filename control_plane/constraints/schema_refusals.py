@@ -61,7 +61,7 @@ def explained(reason: str, schema: Any) -> str:
 
 
 def explained_in_grammar(reason: str, grammar: str) -> str:
-    """The same for a grammar, if the reason is about a JSON schema in it; else the reason."""
+    """`explained` for a grammar, if the reason is about a JSON schema in it; else the reason."""
     found = _IN_GRAMMAR.match(reason)
     if found is None:
         return reason
@@ -77,7 +77,7 @@ def explained_in_grammar(reason: str, grammar: str) -> str:
 
 
 def explained_in_tags(reason: str, grammar: str) -> str:
-    """The same for the grammar of structural tags: the tag is named in place of the line, which nobody wrote."""
+    """`explained` for the grammar of structural tags. The tag is named instead of the line, which no client wrote."""
     found = _IN_GRAMMAR.match(reason)
     tag = _TAG.match(grammar.splitlines()[int(found[1]) - 1]) if found else None
     if tag is None:
@@ -116,5 +116,5 @@ def _keywords(schema: Any, place: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def _escaped(name: str) -> str:
-    """As JSON pointers have it (RFC 6901)."""
+    """The name as a JSON pointer writes it (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")

@@ -192,6 +192,6 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
 
 
 def _is_on_this_machine(peer: str) -> bool:
-    """Of gRPC's words for the other end of a connection, as `ipv4:127.0.0.1:5005`."""
+    """Whether the other end of a connection is on this machine. `peer` is gRPC's name for it: `ipv4:127.0.0.1:5005`."""
     kind, _, address = peer.partition(":")
     return kind == "unix" or (kind in ("ipv4", "ipv6") and is_loopback(unquote(address)))

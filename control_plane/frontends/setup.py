@@ -24,7 +24,7 @@ class FrontendSetup:
     log_format: str = "text"
 
     def named(self, index: int) -> FrontendSetup:
-        """The same for this front end."""
+        """The setup with the number of a front end."""
         return replace(self, index=index)
 
     def encode(self) -> bytes:

@@ -84,12 +84,12 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """For the control plane. Holds a password."""
+        """The URL for the control plane. It holds a password."""
         return f"unix://motet-server:{self._password}@{self.socket}"
 
     @property
     def worker_url(self) -> str:
-        """For workers on this machine: reads adapters only. Without a password."""
+        """The URL for workers on this machine, which may read adapters only. It has no password."""
         return f"unix://motet-worker@{self.socket}"
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ class BlobStore(Protocol):
         """The canonical manifest."""
 
     def read_range(self, digest: str, index: int, start: int, size_bytes: int) -> bytes:
-        """That part of a chunk, shorter where the chunk ends."""
+        """A part of a chunk, shorter where the chunk ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,7 @@ class RedisHostCache:
         return await self._call(self._get, key)
 
     def _get(self, key: str) -> bytes | None:
-        """In a thread: the value. None as well for a key of another type, which somebody else made: it is replaced."""
+        """The value, read in a thread. Also None for a key of another type, which is not ours: it is replaced."""
         try:
             value: bytes | None = self._client.get(key)
         except redis.ResponseError as error:
@@ -338,7 +338,7 @@ class RedisHostCache:
         await self._remove_leaving()
 
     def _scan_keys(self) -> tuple[bytes, dict[str, Sizes]]:
-        """In a thread: the marker, and whole adapters with their sizes. Other keys of ours are removed."""
+        """The marker, and whole adapters with their sizes, read in a thread. Other keys of ours are removed."""
         own = secrets.token_hex(16)
         self._client.set(MARKER_KEY, own, nx=True)
         marker = self._get(MARKER_KEY)

@@ -24,7 +24,7 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Of the host cache since the start."""
+    """Counts of the host cache since the start."""
 
     num_hits: int
     num_misses: int

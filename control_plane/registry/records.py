@@ -393,7 +393,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """As json.loads, which looks for spaces around the document and takes twice as long for a small one."""
+    """Parse JSON without looking for spaces around it, in half the time of json.loads for a small document."""
     try:
         document, end = _scan(text, 0)
     except (ValueError, StopIteration):

@@ -52,7 +52,7 @@ class ScalerService(externalscaler_pb2_grpc.ExternalScalerServicer):
     async def StreamIsActive(
         self, request: externalscaler_pb2.ScaledObjectRef, _context: Context
     ) -> AsyncGenerator[externalscaler_pb2.IsActiveResponse, None]:
-        """The same at once, and after each change that lasts for LOOK_S."""
+        """IsActive at once, and after each change that lasts for LOOK_S."""
         read_targets(request.scalerMetadata)
         sent: bool | None = None
         while True:

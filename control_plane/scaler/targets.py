@@ -67,7 +67,7 @@ class Targets:
         return found
 
     def value(self, name: str, workload: Workload) -> float:
-        """Of a metric of `specs`, over all workers. Raises InvalidRequest for any other name."""
+        """The value of a metric of `specs` over all workers. Raises InvalidRequest for any other name."""
         for metric in METRICS:
             if metric.name == name and name in self.by_name:
                 return metric.value(workload, self.by_name[name])

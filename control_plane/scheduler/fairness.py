@@ -141,7 +141,7 @@ class VirtualCounters:
         account.counter += self._decode_weight * num_tokens / account.weight
 
     def charge_idle(self, tenant: str, num_rows: int) -> None:
-        """For one step this many rows, which others wait for, were kept free for a request of the tenant."""
+        """Charge a tenant for rows that one step kept free for its request while others waited for them."""
         account = self._tenant(tenant)
         account.counter += self._decode_weight * num_rows / account.weight
 

@@ -13,7 +13,7 @@ from control_plane.scheduler.types import WorkerLimits
 
 
 class Policy(enum.Enum):
-    """In which order a step is filled."""
+    """The order in which a step is filled."""
 
     # Decodes, then unfinished prefills (those about to finish first), then swapped, then waiting, all in one step.
     CHUNKED_PREFILL = "chunked_prefill"

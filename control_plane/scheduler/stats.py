@@ -39,7 +39,7 @@ class SchedulerStats:
     is_stuck: bool
 
     def reported(self) -> dict[str, Any]:
-        """By name, what a worker's status reports: everything but what only checks need."""
+        """What a worker's status reports, by name: every field but those that only checks need."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _UNREPORTED}
 
 

@@ -50,13 +50,13 @@ Signer = TrustedKey | TrustedRoot
 
 
 class Signers:
-    """By tenant, who is trusted."""
+    """The signers that are trusted, by tenant."""
 
     def __init__(self, by_tenant: Mapping[str, tuple[Signer, ...]]) -> None:
         self._by_tenant = dict(by_tenant)
 
     def of(self, tenant: str) -> tuple[Signer, ...]:
-        """Those of the tenant, then those of every tenant."""
+        """The signers that the tenant trusts, then those that every tenant trusts."""
         own = self._by_tenant.get(tenant, ()) if tenant != ANY_TENANT else ()
         return (*own, *self._by_tenant.get(ANY_TENANT, ()))
 

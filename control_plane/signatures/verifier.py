@@ -85,7 +85,7 @@ class SignatureVerifier:
 
 
 def _sha256(path: Path, copy: Path | None) -> str:
-    """Of the file's bytes, which are copied on the way if a copy is wanted."""
+    """The hash of the file's bytes, which are copied on the way if a copy is wanted."""
     digest = hashlib.sha256()
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(path.open("rb"))

@@ -27,7 +27,7 @@ _GAIN = 0.97  # of the time without drafts that a plan with drafts may take: bel
 
 @dataclass(slots=True)
 class _Time:
-    """Of the passes of one bucket."""
+    """The mean time of the passes of one bucket."""
 
     time_s: float
     num_passes: int

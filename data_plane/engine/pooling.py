@@ -27,7 +27,7 @@ class ScoreHeads(Protocol):
     """The score heads of the adapters in slots."""
 
     def num_labels(self, slot: int) -> int:
-        """Of a slot that is ready; 0: its adapter has no score head."""
+        """Labels of the score head in a slot that is ready; 0: its adapter has none."""
 
     def score(self, slot: int, state: torch.Tensor) -> torch.Tensor:
         """float32 logits [num_labels] of a hidden state, float32 [width]."""

@@ -82,7 +82,7 @@ class DecoderStack(nn.Module):
 
 
 class SkippedLayer(nn.Module):
-    """In the place of a layer that a DecoderStack computes."""
+    """Takes the place of a layer that a DecoderStack computes."""
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """hidden_states itself."""

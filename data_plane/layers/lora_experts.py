@@ -91,7 +91,7 @@ class LoraExperts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         weight: torch.Tensor = self.experts.down_proj
         return weight.dtype
 

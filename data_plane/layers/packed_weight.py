@@ -29,7 +29,7 @@ class PackedWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NativeWeight:
-    """In panels, for the native product of kernels.linear."""
+    """A weight in panels, for the native product of kernels.linear."""
 
     panels: torch.Tensor
     out_features: int
@@ -59,7 +59,7 @@ class SharedWeight:
 
 @dataclass(frozen=True, slots=True)
 class OneDnnWeight:
-    """In oneDNN's blocked layout, which only oneDNN's products can read."""
+    """A weight in oneDNN's blocked layout, which only oneDNN's products can read."""
 
     packed: torch.Tensor
 

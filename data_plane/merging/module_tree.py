@@ -91,7 +91,7 @@ class ModuleTree:
         return found
 
     def place_of(self, key: str) -> Place | None:
-        """Of a checkpoint's tensor; None for one that the tree has in another form, or not at all."""
+        """Where a checkpoint's tensor belongs; None if the tree has it in another form, or not at all."""
         target, pattern = rename_source_key(
             key, self._renamings, self._converters, self.model.base_model_prefix, self._parameters
         )

@@ -45,7 +45,7 @@ class DirectForward:
         return cls(embedding, tables, stack, stack.last_norm, head)
 
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """As LoadedModel.logits."""
+        """See LoadedModel.logits."""
         hidden = self._embedding(input_ids.unsqueeze(0))
         tables = self._tables(hidden, position_ids.unsqueeze(0))
         stream = self._stack(hidden, position_embeddings=tables)

@@ -36,7 +36,7 @@ class SlotRotary(nn.Module):
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the replaced module, with rows of their own for tokens whose adapter has its own tables."""
+        """The tables of the replaced module; tokens whose adapter has tables of its own get rows of these."""
         cos, sin = self.inner(x, position_ids, *args, **kwargs)
         lora = self._context.lora
         if lora is None or not lora.rotations:

@@ -14,7 +14,7 @@ LATE_SHARE = 0.1  # of the time that the certificate had left when the session b
 
 
 class CertificateRenewal:
-    """Of one session. Make it before the session's channel."""
+    """Looks at the TLS files of one session. Make it before the session's channel."""
 
     def __init__(self, files: TlsFiles, *, wall_clock: Callable[[], float] = time.time) -> None:
         """Raises TlsError."""

@@ -53,7 +53,7 @@ def fastest_form(out_features: int, in_features: int, dtype: torch.dtype) -> For
 
 
 def fastest_unpacked_form(out_features: int, in_features: int, dtype: torch.dtype) -> Form:
-    """The same of the forms that leave the weight as it is."""
+    """The fastest of the forms that leave the weight as it is."""
     return _fastest(out_features, in_features, dtype, (Form.PLAIN, Form.SHARED))
 
 

@@ -22,7 +22,7 @@ MAX_PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class ShrinkLaunch:
-    """Of one shrink program."""
+    """Launch parameters of one shrink program."""
 
     ranks: int  # that it computes
     in_columns: int  # of one of its steps
@@ -38,7 +38,7 @@ class ShrinkLaunch:
 
     @classmethod
     def default(cls, width: int, page: int, dtype: str) -> ShrinkLaunch:
-        """For ranks up to `width` and pages of `page` columns.
+        """Parameters for ranks up to `width` and pages of `page` columns, where nothing was measured.
 
         Tiles that are on their way beside the one in use: three, which with it are a part of PART_COLUMNS. Of float32
         values two: three of the largest take more than the 99 KiB of shared memory that sm_89 has. The fewest ranks
@@ -55,7 +55,7 @@ class ShrinkLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ExpandLaunch:
-    """Of one expand program. It is never pipelined: its product has an operand in registers."""
+    """Launch parameters of one expand program. It is never pipelined: its product has an operand in registers."""
 
     out_columns: int  # that it computes
     num_warps: int = 4
@@ -66,7 +66,7 @@ class ExpandLaunch:
 
     @classmethod
     def default(cls, page: int) -> ExpandLaunch:
-        """For pages of `page` columns."""
+        """Parameters for pages of `page` columns, where nothing was measured."""
         return cls(_page_columns(page))
 
 
@@ -84,13 +84,13 @@ class Sizes:
 
     @classmethod
     def of_shrink(cls, x: torch.Tensor, h: torch.Tensor, group: ModuleGroup) -> Sizes:
-        """Of x [T, in] into h [planes, modules, T, width]."""
+        """Sizes of a shrink of x [T, in] into h [planes, modules, T, width]."""
         dtype, page = _dtype_name(x.dtype), group.pages.shape[2]
         return cls(dtype, page, h.shape[3], h.shape[1], h.shape[2], group.in_features, h.shape[0])
 
     @classmethod
     def of_expand(cls, y: torch.Tensor, h: torch.Tensor, group: ModuleGroup) -> Sizes:
-        """Of h [planes, modules, T, width] into y [T, sum of out]."""
+        """Sizes of an expand of h [planes, modules, T, width] into y [T, sum of out]."""
         dtype, page = _dtype_name(y.dtype), group.pages.shape[2]
         return cls(dtype, page, h.shape[3], h.shape[1], h.shape[2], max(group.out_features), h.shape[0])
 

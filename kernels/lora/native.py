@@ -51,7 +51,7 @@ class Summed:
 def lora_tokens(
     segments: AdapterSegments, h: torch.Tensor, summed: Summed | None = None, following: LoraTokens | None = None
 ) -> LoraTokens:
-    """For segments on the CPU; h float32 [modules, T, width] is contiguous. Keeps all arguments alive.
+    """The native form of segments on the CPU; h float32 [modules, T, width] is contiguous. Keeps all arguments alive.
 
     `following`: the tokens by a further adapter.
     """

@@ -45,7 +45,7 @@ KEPT_OTHERS = 8
 
 @dataclass(frozen=True, slots=True)
 class NativeSettings:
-    """Of this process."""
+    """Settings of native code in this process."""
 
     is_off: bool = False  # no native code: everything runs in plain torch
     cache_folder: Path | None = None  # where libraries and measurements are kept; None: where the environment says
@@ -55,7 +55,7 @@ _settings = NativeSettings()
 
 
 def settings() -> NativeSettings:
-    """Those in force."""
+    """The settings in force."""
     return _settings
 
 
@@ -141,7 +141,7 @@ class Recipe:
 
     @cached_property
     def digest(self) -> str:
-        """Of every source's and header's path and text, and of the flags."""
+        """The digest of every source's and header's path and text, and of the flags."""
         whole = hashlib.sha256("\0".join(self.flags).encode())
         for path in sorted([*self.c_files, *self.sources.rglob("*.h")]):
             whole.update(f"\0{path.relative_to(self.sources)}\0{path.stat().st_size}\0".encode())

@@ -109,5 +109,5 @@ def _num_cores() -> int:
 
 
 def _one_line(said: str) -> str:
-    """As a log has room for it."""
+    """The text on one line, as long as a log has room for."""
     return " | ".join(line.strip() for line in said.splitlines() if line.strip())[:_MAX_MESSAGE]

@@ -43,7 +43,7 @@ class Splitting:
     window: int | None
 
     def most_splits(self, num_keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """As triton_loop.num_splits_of; of a window those of its longest range of tiles."""
+        """Splits of so many keys, as triton_loop.num_splits_of; with a window, those of its longest range of tiles."""
         if self.window is not None:
             num_keys = np.minimum(num_keys, self.window + self.block_n - 1)
         splits = np.clip((num_keys + self.split_keys // 2) // self.split_keys, 1, self.max_splits)

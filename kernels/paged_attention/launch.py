@@ -17,7 +17,7 @@ from kernels.tuning import tuned
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """Of programs for one query of each sequence.
+    """Launch parameters of programs for one query of each sequence.
 
     A block has at most 32 rows: from 64 on products are wgmma, which gain nothing with so few. Larger groups take
     several.
@@ -62,7 +62,7 @@ class DecodeLaunch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLaunch:
-    """Of programs for several queries.
+    """Launch parameters of programs for several queries.
 
     Loads run ahead here too, while weights @ values, from 64 rows on a wgmma with a register operand, is waited for
     before anything else is queued: `triton_loop.attend` adds it to the sum by an operation of its own.
@@ -104,7 +104,7 @@ class Sizes:
 
     @classmethod
     def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Sizes:
-        """Of query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] and [..., Dv]."""
+        """Sizes of query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] and [..., Dv]."""
         dim, group = max(query.shape[2], value_cache.shape[3]), query.shape[1] // key_cache.shape[2]
         return _sizes(query.dtype, key_cache.dtype, dim, group)
 

@@ -33,7 +33,7 @@ class AttentionStep(ctypes.Structure):
     def build(
         cls, tables: npt.NDArray[np.int32], query_start: Sequence[int], context_lens: Sequence[int]
     ) -> AttentionStep:
-        """As AttentionBatch.build has them."""
+        """A step of the sequences; the arguments are those of AttentionBatch.build."""
         starts = np.asarray(query_start, dtype=np.int32)
         lens, counts = np.asarray(context_lens, dtype=np.int32), np.diff(starts)
         step = cls(table_width=tables.shape[1])

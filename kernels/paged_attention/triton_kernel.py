@@ -61,7 +61,7 @@ def paged_attention(
 
 
 def _options(options: Options, output: torch.Tensor) -> dict[str, Any]:
-    """By the kernels' names. What is off reads nothing of its pointer."""
+    """The options by the kernels' names. An option that is off reads nothing through its pointer."""
     softcap, sparsity = options.softcap, options.sparsity
     has_token_scales = isinstance(options.key_scale, torch.Tensor)
     score_scale = options.scale * (1.0 if isinstance(options.key_scale, torch.Tensor) else options.key_scale)

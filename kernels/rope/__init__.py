@@ -55,7 +55,7 @@ def apply_rope_and_store_kv(
     *,
     norm: HeadNorm | None = None,
 ) -> None:
-    """As apply_rope, then write key and value to their KV positions as store_kv does without scales."""
+    """Do what apply_rope does, then write key and value to their KV positions as store_kv does without scales."""
     _check(query, key, positions, cos, sin, norm)
     check_store(key, value, key_cache, value_cache, kv_positions)
     store = (value, key_cache, value_cache, kv_positions)

@@ -62,7 +62,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustm
 def sample_and_check(
     logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As sample, for any logits; and whether all of each row are finite, bool [n].
+    """`sample` for any logits, and whether all logits of each row are finite, bool [n].
 
     The token of a row that is not finite means nothing, and is one of the vocabulary. Native code, and a GPU for rows
     without limits, find both in one pass.

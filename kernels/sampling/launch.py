@@ -16,7 +16,7 @@ from kernels.tuning import tuned
 
 @dataclass(frozen=True, slots=True)
 class SampleLaunch:
-    """Of the passes over a step's logits."""
+    """Launch parameters of the passes over a step's logits."""
 
     part: int = 8192  # tokens of one program; fewer programs than multiprocessors leave some idle
     tile: int = 1024  # tokens per load
@@ -40,7 +40,7 @@ class Sizes:
 
     @classmethod
     def of(cls, logits: torch.Tensor) -> Sizes:
-        """Of logits [n, V]."""
+        """Sizes of logits [n, V]."""
         return cls(str(logits.dtype).removeprefix("torch."), *logits.shape)
 
 

@@ -16,7 +16,7 @@ from kernels.devices import runs_triton
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one token per row, and of the most likely ones. On the logits' device."""
+    """Log-probabilities of one token per row and of the most likely tokens. On the logits' device."""
 
     logprob: torch.Tensor  # float32 [n], natural logarithm, <= 0
     rank: torch.Tensor  # int64 [n], from 1; tokens of equal logits share the better one

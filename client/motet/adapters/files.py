@@ -129,7 +129,7 @@ def _trtllm_files(directory: Path) -> list[Path]:
 
 
 def _present(directory: Path, names: tuple[str, ...]) -> list[Path]:
-    """Those of the files that are there. Raises InvalidArgument for a name of something else."""
+    """The files with these names that exist. Raises InvalidArgument for a name of something else."""
     return [directory / name for name in names if _is_there(directory / name)]
 
 

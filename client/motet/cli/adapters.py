@@ -122,7 +122,7 @@ def _add_ownership(parser: argparse.ArgumentParser) -> None:
 
 
 def _visibility(arguments: argparse.Namespace) -> str | None:
-    """To name tenants is to share with them."""
+    """The visibility to set: naming tenants shares the adapter with them."""
     given: str | None = arguments.visibility
     return AdapterVisibility.SHARED if given is None and arguments.share_with else given
 
@@ -171,7 +171,7 @@ def _add(arguments: argparse.Namespace) -> int:
 
 
 def _show_warnings(adapter: Adapter) -> None:
-    """On stderr, what the server noticed in the version that was registered."""
+    """Print on stderr what the server noticed in the version that was registered."""
     staged = adapter.registration.version if adapter.registration is not None else None
     version = staged or adapter.active_version
     for warning in version.warnings if version is not None else ():

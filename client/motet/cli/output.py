@@ -87,7 +87,7 @@ class TransferLines:
 
 @contextlib.contextmanager
 def transfer_lines(verb: str) -> Iterator[TransferLines]:
-    """Of a transfer that lasts as long as the block, on stderr."""
+    """Lines on stderr about a transfer that lasts as long as the block."""
     lines = TransferLines(verb, sys.stderr)
     try:
         yield lines

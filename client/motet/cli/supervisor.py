@@ -273,7 +273,7 @@ def describe(exit_code: int) -> str:
 
 
 def _die_with_parent(parent_pid: int) -> Callable[[], None] | None:
-    """On Linux, what makes the kernel send a child SIGTERM when this process dies in whatever way."""
+    """A call that makes Linux send the child SIGTERM when this process dies, however it dies; None elsewhere."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None, use_errno=True)

@@ -84,7 +84,7 @@ class Security:
         return {"tls_ca": self.files.ca, "tls_cert": self.files.cert, "tls_key": self.files.key}
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """For a channel that is made now. Raises TlsError."""
+        """The credentials for a channel that is made now. Raises TlsError."""
         return self.made if self.files is None else self.files.credentials()
 
 

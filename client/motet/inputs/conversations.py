@@ -64,7 +64,7 @@ def set_conversation(
 
 
 def refuse_conversation_options(options: Mapping[str, Any]) -> None:
-    """For a prompt that is no conversation. Raises InvalidArgument."""
+    """Raise InvalidArgument if an option of conversations is given with a prompt of another kind."""
     for name in ConversationOptions.__annotations__:
         if options.get(name):
             raise invalid_field(name, "is for conversations; give a list of ChatMessage as the prompt, or leave it out")

@@ -323,7 +323,7 @@ class _Parts:
 
     @property
     def async_client(self) -> AsyncClient:
-        """For the loop's thread."""
+        """The client that the loop's thread uses."""
         assert self._async_client is not None, "after start()"
         return self._async_client
 

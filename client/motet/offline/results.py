@@ -44,7 +44,7 @@ class RequestOutput:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt's tokens from the second on, where requested."""
+        """Log-probabilities of the prompt's tokens from the second on, where requested."""
         return self.generation.started.prompt_logprobs if self.generation else ()
 
 

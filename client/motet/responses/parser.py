@@ -60,7 +60,7 @@ class _Channel:
 
 
 class ResponseParser:
-    """Of one completion."""
+    """Parses the text of one completion."""
 
     def __init__(self, template: ResponseTemplate, *, prefix: str = "", new_id: Callable[[], str] = _new_id) -> None:
         """`prefix`: the prompt. What it has of the completion, such as a mark, is read without events."""

@@ -34,7 +34,7 @@ class BaseWeights:
         self._files = {name: file for file in files for name in file.names if name.endswith(".weight")}
 
     def modules(self) -> dict[int, dict[str, str]]:
-        """By layer and by path behind the layer's index: the names of the modules, as the checkpoint has them."""
+        """Names of the modules in the checkpoint, by layer and by the path behind the layer's index."""
         found: dict[int, dict[str, str]] = {}
         for tensor in self._files:
             name = tensor.removesuffix(".weight")
@@ -44,7 +44,7 @@ class BaseWeights:
 
     @property
     def num_experts(self) -> int:
-        """Of a layer; 0 for a model without experts."""
+        """Experts of a layer; 0 for a model without experts."""
         return int(self._num_experts)
 
     def shape(self, module: str) -> tuple[int, int]:

@@ -65,7 +65,7 @@ class TensorFile:
 
     @property
     def names(self) -> list[str]:
-        """In the order of the file."""
+        """Names of the tensors, in the order of the file."""
         return list(self._entries)
 
     def described(self, name: str) -> tuple[str, list[int]]:

@@ -101,7 +101,7 @@ class DirectoryWatcher:
 
 
 def _signatures(directory: Path) -> dict[str, Signature]:
-    """By name of each folder, what its files look like. Names that begin with a dot are left out."""
+    """What the files of each folder look like, by the folder's name. Names that begin with a dot are left out."""
     found: dict[str, Signature] = {}
     with os.scandir(directory) as entries:
         for entry in entries:

@@ -11,7 +11,7 @@ from control_plane.signatures.verifier import SIGNATURE_FILE
 
 
 def find_files(directory: Path, described: str, *, below: Path | None) -> dict[str, Path]:
-    """By name, the adapter's files and its signature, links followed. None of them may lie elsewhere than `below`.
+    """The adapter's files and its signature by name, links followed. All of them must lie below `below`.
 
     `described` is the directory in messages. `below`: resolved; None where links may lead anywhere. Raises
     InvalidRequest for what is no adapter, and PathNotAllowed.

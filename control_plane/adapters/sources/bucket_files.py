@@ -30,7 +30,7 @@ class BucketAdapter:
 
     @property
     def identity(self) -> str:
-        """The same for the same bytes."""
+        """A text that is equal for equal bytes."""
         return " ".join((self.url, self.prefix, *(file.tag for file in self.files)))
 
     def read(self, file: RemoteFile, start: int) -> Iterator[bytes]:

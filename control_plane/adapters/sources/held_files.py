@@ -22,7 +22,7 @@ from control_plane.store_calls import StoreCalls
 async def held_open(
     calls: StoreCalls, files: Mapping[str, Path], described: str, *, below: Path
 ) -> AsyncIterator[dict[str, Path]]:
-    """By name, paths that lead to the same files while the block runs, for this process and its children.
+    """Paths by name, which lead to the same files while the block runs, for this process and its children.
 
     `described` is the directory in messages. `below`: resolved; every file has to lie there. Raises PathNotAllowed,
     InvalidRequest for a name that is gone or not a file, and StoreUnavailable.

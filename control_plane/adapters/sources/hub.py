@@ -154,7 +154,7 @@ class HubAdapter:
 
     @property
     def identity(self) -> str:
-        """The same for the same bytes."""
+        """A text that is equal for equal bytes."""
         return f"{self.hub.endpoint} {self.repository} {self.commit} {self.folder}"
 
     def read(self, file: RemoteFile, start: int) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Progress:
-    """Of one operation. Plain values, so that a thread may write them while the event loop reads them."""
+    """How far one operation has come. Plain values, so that a thread may write them while the event loop reads them."""
 
     phase: str = ""  # "resolve", "download", "check"; empty before the first
     bytes_done: int = 0  # of the download

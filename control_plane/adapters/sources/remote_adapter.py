@@ -42,15 +42,15 @@ class RemoteAdapter(Protocol):
 
     @property
     def source(self) -> str:
-        """As it is stored with the version: "{root}/{path}", and "@{commit}" on a Hub."""
+        """Where the files are, as the version names it: "{root}/{path}", and "@{commit}" on a Hub."""
 
     @property
     def identity(self) -> str:
-        """The same for the same bytes. Shown to nobody."""
+        """A text that is equal for equal bytes. It is shown to nobody."""
 
     @property
     def files(self) -> tuple[RemoteFile, ...]:
-        """Those that belong to the adapter."""
+        """The files that belong to the adapter."""
 
     def read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
         """The bytes from `start` on, in pieces. What the server sends too little is found by who reads."""

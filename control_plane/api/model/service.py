@@ -49,7 +49,7 @@ class _Named:
 
     @property
     def adapter(self) -> dict[str, str]:
-        """As responses have it."""
+        """The fields of a response that name the adapter."""
         if self.resolved is None:
             return {}
         return {"adapter": f"adapters/{self.resolved.adapter_id}", "adapter_digest": self.resolved.ref.digest}
@@ -239,7 +239,7 @@ def read_response_template(model_dir: Path) -> Mapping[str, Any] | None:
 
 
 def _sampling_in_effect(defaults: GenerationDefaults, vocab_size: int) -> types_pb2.SamplingParams:
-    """Of a request that sets nothing. A seed is drawn for each."""
+    """The sampling values of a request that sets none. A seed is drawn for each request."""
     values = {
         parameter.name: parameter.default
         for parameter in PARAMETERS

@@ -53,7 +53,7 @@ class BusyPeers:
 
 @dataclass
 class Sockets:
-    """Of one port, duplicates that do not end with the connection: `close` them."""
+    """Duplicates of one port's sockets. They do not end with the connection: `close` them."""
 
     listeners: list[socket.socket] = field(default_factory=list)
     by_host: dict[str, dict[str, socket.socket]] = field(default_factory=dict)  # host -> peer -> connection

@@ -39,7 +39,7 @@ class Conversation:
     size_bytes: int = 0  # of all texts, about: what they are counted as while they wait
 
     def to_json(self, time_s: float | None) -> bytes:
-        """For the process that renders it. `time_s`: when that is, seconds since 1970; None: at present."""
+        """The conversation for the process that renders it. `time_s`: when that is, seconds since 1970; None: now."""
         return json.dumps(
             {
                 "messages": self.messages,

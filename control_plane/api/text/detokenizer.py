@@ -56,7 +56,7 @@ class DetokenizerFactory:
         self._anchor = None if self.splits_code_points else self._find_anchor()
 
     def keeping_special(self) -> DetokenizerFactory:
-        """The same for texts with special tokens, made once."""
+        """A factory whose texts keep special tokens; made once."""
         if self._keeping is None:
             self._keeping = DetokenizerFactory(self._tokenizer, keeps_special=True)
         return self._keeping
@@ -128,7 +128,7 @@ class DetokenizerFactory:
 
 
 class _ByteLevelDetokenizer:
-    """For byte-level BPE: tokens are byte strings, text is their UTF-8 with U+FFFD for what is malformed."""
+    """Detokenises byte-level BPE: tokens are byte strings, text is their UTF-8 with U+FFFD for what is malformed."""
 
     def __init__(self, factory: DetokenizerFactory) -> None:
         self._bytes_of = factory.bytes_of

@@ -217,7 +217,7 @@ class TenantQuotas:
 
     @staticmethod
     def _check_buckets(account: _Account, num_tokens: int, refuse: Callable[[str, str, int, float], None]) -> None:
-        """Of two buckets that lack something, the one that takes longer to fill says when to try again."""
+        """If both buckets lack something, the one that takes longer to fill says when to try again."""
         waits = []
         if account.tokens is not None and (wait_s := account.tokens.wait_s(num_tokens)) > 0:
             what = f"the request may use {num_tokens} tokens and {int(account.tokens.num_left)} are left"

@@ -265,7 +265,7 @@ def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
 
 
 def _shared_prompts(rows: list[NewRow]) -> dict[int, tuple[int, ...]]:
-    """By id, the prompts that several of the rows have in common: those of one request are one object."""
+    """The prompts that several of the rows have in common, by id: rows of one request have one object."""
     if len(rows) < 2:
         return {}
     counts = Counter(id(row.prompt_token_ids) for row in rows)

@@ -40,7 +40,7 @@ class ChatTemplateDocument:
 
 
 def encode(document: Mapping[str, Any]) -> bytes:
-    """The same bytes for the same values, on every machine."""
+    """The document as bytes: the same for the same values, on every machine."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
 

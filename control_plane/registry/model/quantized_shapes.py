@@ -13,7 +13,7 @@ _CODES = {"I8", "F8_E4M3"}  # one for each value, so that their shape is the wei
 
 
 def quantized_shapes(path: Path, header: Mapping[str, Any], data_start: int) -> dict[str, tuple[int, ...]]:
-    """By name. A state of bitsandbytes that cannot be read gives no shape: a worker refuses the checkpoint then."""
+    """Shapes of the quantised weights by name. An unreadable state of bitsandbytes has none: workers refuse it."""
     found: dict[str, tuple[int, ...]] = {}
     for name, entry in header.items():
         if name.endswith(".weight") and entry.get("dtype") in _CODES:

@@ -27,7 +27,7 @@ class TargetModules:
 
     @classmethod
     def of(cls, base_model: BaseModel, reported: Modules) -> TargetModules:
-        """By what the workers report, or by the checkpoint where they report nothing."""
+        """The target modules that workers report, or those of the checkpoint where they report nothing."""
         if reported:
             served = {
                 each: module

@@ -50,7 +50,7 @@ _WRAPPERS = {
 
 
 def own_biases(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """By module: the biases of modules without an adapter, which PEFT saves where all biases were trained."""
+    """Biases of modules without an adapter, by module: PEFT saves them where all biases were trained."""
     return {
         key[len(_KEY_PREFIX) : -len(_OWN_BIAS)]: entry
         for key, entry in entries.items()

@@ -243,7 +243,7 @@ class ArtifactStore:
             return self._store.get(manifest_key(digest))[0]
 
     def read_range(self, digest: str, index: int, start: int, size_bytes: int) -> bytes:
-        """That part of a chunk, shorter where the chunk ends. Raises FileNotFoundError if the chunk is not there."""
+        """A part of a chunk, shorter where the chunk ends. Raises FileNotFoundError if there is no such chunk."""
         with _reading("read"):
             return self._store.get(chunk_key(digest, index), start, size_bytes)[0]
 
@@ -372,7 +372,7 @@ class _reading:  # noqa: N801 - used as a function
 
 @contextmanager
 def _changing(verb: str) -> Iterator[None]:
-    """As `_reading`, for calls that fail if a file is missing, or is not in the state that the caller read."""
+    """`_reading` for calls that fail if a file is missing, or is not in the state that the caller read."""
     try:
         yield
     except StoreConflict as error:

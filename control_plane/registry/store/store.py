@@ -52,7 +52,7 @@ class Store(Protocol):
     """Content by key. Missing keys raise FileNotFoundError, an unreachable storage another OSError."""
 
     def get(self, key: str, start: int = 0, size_bytes: int | None = None) -> tuple[bytes, str]:
-        """That part of the content, shorter where the content ends (None: all of it), and its tag."""
+        """A part of the content, shorter where it ends (None: all from `start` on), and its tag."""
 
     def head(self, key: str) -> Entry | None:
         """The entry of a key; None if it has no content."""

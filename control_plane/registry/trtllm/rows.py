@@ -57,7 +57,7 @@ class _Row:
 
     @property
     def field(self) -> str:
-        """For messages. It has a dot, so that rows with the same problem are one line."""
+        """The row's name in messages. It has a dot, so that rows with the same problem are one line."""
         return f"{ROWS_ARRAY}[{self.index}]"
 
 

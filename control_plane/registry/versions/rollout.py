@@ -35,7 +35,7 @@ class Canary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Of one name. Digests are those of its versions, unless a version's document was lost."""
+    """How new requests for one name choose a version. Its digests are those of versions, unless a document was lost."""
 
     version_labels: Mapping[str, str] = field(default_factory=dict)  # label -> digest
     canary: Canary | None = None  # never of the active version
@@ -72,7 +72,7 @@ class Rollout:
         return (self.canary is not None and self.canary.digest == digest) or digest in self.version_labels.values()
 
     def excess(self, digests: Sequence[str], active_digest: str) -> list[str]:
-        """Of all versions, newest first, those that `keep_versions` does not keep, the oldest first."""
+        """The versions that `keep_versions` does not keep, oldest first. `digests` are all versions, newest first."""
         if not self.keep_versions:
             return []
         way_back = self.previous_digests[:1]

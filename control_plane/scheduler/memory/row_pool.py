@@ -40,7 +40,7 @@ class RowPool:
         self._unsent.append(row)
 
     def give_back_unused(self, row: int) -> None:
-        """The same if the worker does not know the request."""
+        """Give back a row that the worker does not know."""
         heapq.heappush(self._free, row)
 
     def drain_freed(self) -> list[int]:

@@ -21,7 +21,7 @@ class WaitingSets:
                 self._by_digest.setdefault(digest, Counter())[name] += 1
 
     def remove(self, name: str | None) -> None:
-        """Such a request leaves the queue."""
+        """A request with this set of adapters leaves the queue."""
         if name is None or SET_SEPARATOR not in name:
             return
         for digest in digests_of(name):

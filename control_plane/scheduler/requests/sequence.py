@@ -390,7 +390,7 @@ class SequenceGroup:
         self.prompt_logprobs.extend(returned)
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """Those that came; the group gives them up."""
+        """The log-probabilities that came so far, which the group gives up."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return logprobs
 

@@ -22,7 +22,7 @@ class FurtherColumns:
     linear: tuple[Int32Array, ...] = ()
 
     def take(self, indices: npt.NDArray[np.int64]) -> FurtherColumns:
-        """Those of some of the tokens."""
+        """The columns of the tokens at these indices."""
         return FurtherColumns(
             tuple(columns[indices] for columns in self.products), tuple(columns[indices] for columns in self.linear)
         )

@@ -115,7 +115,7 @@ class StepGraphs:
 
     @property
     def keys(self) -> list[GraphKey]:
-        """Of the graphs that were recorded."""
+        """The keys of the graphs that were recorded."""
         return list(self._graphs)
 
     def record_all(self, *, has_adapters: bool) -> None:
@@ -184,7 +184,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _record(self, key: GraphKey) -> None:
-        """As a step runs, and without a row: nothing is written while the graph is recorded."""
+        """Record a graph as a step runs, but without a row: nothing is written meanwhile."""
         self._row_ids.fill_(-1)
         self._token_slots.fill_(-1)
         self._rows_there, self._slots_there = None, b""

@@ -25,7 +25,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of its values."""
+        """Bytes of its values."""
         return torch.Size(self.shape).numel() * _ITEMSIZE.get(self.dtype, 1)
 
 

@@ -46,7 +46,7 @@ class Room(NamedTuple):
 
 
 def room_of(screen: Live) -> Room:
-    """That of a terminal: so many rows for each of the three tables."""
+    """The room of a terminal: how many rows each of the three tables may have."""
     return Room(max((screen.console.height - OTHER_LINES) // 3, MIN_ROWS), screen.console.width)
 
 

@@ -9,7 +9,7 @@ from motet.types import ServerStatus
 
 @dataclass(frozen=True, slots=True)
 class WorkerRates:
-    """Of one worker, each in a second."""
+    """Rates of one worker, each per second."""
 
     num_tokens: float
     num_steps: float
@@ -17,7 +17,7 @@ class WorkerRates:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the system, each in a second. What began or restarted between the two statuses has no rate."""
+    """Rates of the system, each per second. What began or restarted between the two statuses has no rate."""
 
     workers: dict[str, WorkerRates]  # by worker id
     generated_by_tenant: dict[str, float]  # tokens

@@ -157,7 +157,7 @@ def _changed_biases(
 def _changed_tokens(
     file: BinaryIO, delta: TensorEntry, ids: npt.NDArray[np.int64], own: CheckpointTensor, targets: TargetModules
 ) -> npt.NDArray[np.int64]:
-    """Those of the trained tokens whose rows differ from the base model's."""
+    """The trained tokens whose rows differ from the base model's."""
     width, dtype, changed = delta.shape[1], targets.base_model.dtype, []
     with own.path.open("rb") as base:
         for index, token_id in enumerate(ids.tolist()):
@@ -175,7 +175,7 @@ def served(raw: bytes, entry: TensorEntry, shape: tuple[int, ...], dtype: str) -
 
 
 def served_values(values: Float32Array, name: str, dtype: str) -> bytes:
-    """As `served`, of values."""
+    """`served` for values that are decoded already."""
     if not np.isfinite(values).all():
         raise refuse(shorten(name), "holds NaN or infinite values; the training diverged")
     converted = encode(values, dtype)
