@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment that run a module of this checkout, from whatever directory."""
+    """Command line and environment that run a module of this installation, from whatever directory."""
     paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**environment_without_secrets(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return [sys.executable, "-P", "-m", module, *arguments], environment

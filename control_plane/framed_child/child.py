@@ -20,7 +20,7 @@ class FramedChild:
 
     @classmethod
     async def start(cls, module: str) -> Self:
-        """Run a module of this checkout, whose standard input is the socket. Raises OSError."""
+        """Run a module of this installation, whose standard input is the socket. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:

@@ -96,7 +96,7 @@ def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> in
     gateway_flags = _gateway_flags(arguments, parser, drain_timeout_s)
     if gateway_flags is not None:
         gateway_flags += _argv_of(_LOG_FLAGS, argv)
-    from motet.cli.supervisor import Supervisor  # needs the checkout, as the two sides do
+    from motet.cli.supervisor import Supervisor  # needs the server's packages, as the two sides do
 
     control_argv, worker_argv = _argv_of(control.declared, argv), _argv_of(worker.declared, argv)
     supervisor = Supervisor(

@@ -1,12 +1,11 @@
-"""The outermost interceptor of both ports: it bounds what an RPC may take, and gives every RPC a caller and a defined
-status.
+"""The outermost interceptor of both ports: bounds what an RPC may take, and gives it a caller and a defined status.
 
-The Caller of an RPC is the current one while its handler runs, whatever the kind of method. Each RPC holds a place in a
-limit that is shared between peers. A client has a time to send its request and to read a
-response. The interceptor reads and parses unary requests itself, so that malformed protobuf is INVALID_ARGUMENT; it
-maps MotetError by the one table, and turns everything else into INTERNAL with a correlation id, the rest in the log
-only. A handler's generator is closed before the RPC ends, so its `finally` runs at once. Time in which this process did
-not run is held against no client.
+- The Caller of an RPC is the current one while its handler runs, whatever the kind of method.
+- Each RPC holds a place in a limit that peers share. A client has limited time to send its request and to read a
+  response. Time in which this process did not run does not count.
+- Unary requests are read and parsed here, so that malformed protobuf is INVALID_ARGUMENT. A MotetError gets its status
+  from one table. Every other error is INTERNAL with a correlation id; the log has the rest.
+- A handler's generator is closed before the RPC ends, so its `finally` runs at once.
 """
 
 from __future__ import annotations
@@ -60,15 +59,18 @@ _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Wraps the handlers of all four kinds of method.
 
-    `limits`: how many RPCs run at once. `write_timeout_s`: how long a client may leave a response unread that its flow
-    control has no room for. `request_timeout_s`: how long the request of an RPC may take to arrive after its headers;
-    each call gets up to TIMEOUT_SPREAD times that, by `rng`: thousands of idle calls that began together, and end in
-    the same moment, would hold up everybody's. A stream of requests has the time limits of its handler. `identify` says
-    who makes a call, before any of the call's messages is read; what it raises refuses the call. By default everybody
-    may do everything. `guard` is entered before that, and may refuse the call, too, or end it later by cancelling its
-    task and raising an error on the way out. `on_refused` is called with every MotetError that ends a call. `pace` says
-    when a call that was refused before it had a caller may end. `busy` learns which peers have calls of callers that
-    the server knows.
+    `limits`: how many RPCs run at once.
+    `write_timeout_s`: how long a client may leave a response unread that its flow control has no room for.
+    `request_timeout_s`: how long the request of an RPC may take to arrive after its headers. Each call gets 1 to
+    TIMEOUT_SPREAD times that, by `rng`: thousands of idle calls that began together would otherwise end together, and
+    delay all others. A stream of requests has the time limits of its handler.
+    `identify`: who makes a call. It is called before any message is read; what it raises refuses the call. By default
+    everybody may do everything.
+    `guard`: entered before that. It may refuse the call, or end it later: it cancels the call's task, and raises an
+    error on the way out.
+    `on_refused`: called with every MotetError that ends a call.
+    `pace`: when a call that was refused before it had a caller may end.
+    `busy`: learns which peers have calls of callers that the server knows.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
             with contextlib.ExitStack() as held:
                 async with _mapped_errors(method, context, self._write_limit):
                     try:
-                        async with _entered(self._guard, context):
+                        with self._guard(context):
                             caller = self._identify(method, context)
                             held.enter_context(self._limits.of(method, caller.principal).place(caller.holder))
                             if not caller.principal.is_stranger:
@@ -184,12 +186,6 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
 
 def _no_guard(_context: Context) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
-
-
-@contextlib.asynccontextmanager
-async def _entered(guard: Guard, context: Context) -> AsyncIterator[None]:
-    with guard(context):
-        yield
 
 
 def _refused_caller(caller: Caller | None, error: MotetError, context: Context) -> Caller:
