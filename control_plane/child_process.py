@@ -29,9 +29,9 @@ def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, s
     return [sys.executable, "-P", "-m", module, *arguments], environment
 
 
-def environment_without_secrets(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment_without_secrets() -> dict[str, str]:
     """The environment for a child that needs no secret: without this server's settings and without credentials."""
-    return {name: value for name, value in without_secrets(environ).items() if not name.startswith("MOTET_")}
+    return {name: value for name, value in without_secrets(os.environ).items() if not name.startswith("MOTET_")}
 
 
 class ChildProcess:

@@ -12,12 +12,11 @@ CHECK_INTERVAL_S = 1.0
 class KeyedLocks:
     """One lock for each key that has a holder or a waiter.
 
-    `check` is called every `check_interval_s` by each waiter, and may raise to end that wait.
+    `check` is called every CHECK_INTERVAL_S by each waiter, and may raise to end that wait.
     """
 
-    def __init__(self, check: Callable[[], None] = lambda: None, *, check_interval_s: float = CHECK_INTERVAL_S) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self._check = check
-        self._check_interval_s = check_interval_s
         self._shared: dict[str, _SharedLock] = {}
 
     def __len__(self) -> int:
@@ -42,7 +41,7 @@ class KeyedLocks:
     async def _acquire(self, lock: asyncio.Lock) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._check_interval_s):
+                async with asyncio.timeout(CHECK_INTERVAL_S):
                     await lock.acquire()
                 return
             except TimeoutError:

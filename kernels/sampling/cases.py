@@ -26,9 +26,9 @@ CASES = (
 )
 
 
-def make_adjustments(num_rows: int, vocab_size: int, *, seed: int = 0) -> Adjustments:
+def make_adjustments(num_rows: int, vocab_size: int) -> Adjustments:
     """Every second row adjusted, the first of them without a history; biases and bans on all."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     rows = torch.arange(0, num_rows, 2)
     count = len(rows)
 

@@ -49,11 +49,9 @@ class ConversationOptions(TypedDict, total=False):
     continue_final_message: bool  # the completion goes on within the last message
 
 
-def set_conversation(
-    chat: types_pb2.ChatMessages, turns: Sequence[ChatTurn], options: Mapping[str, Any], field: str = "prompt"
-) -> None:
-    """Fill `chat`. `options` may hold more than ConversationOptions. `field` names the turns in errors."""
-    chat.messages.extend(_message(turn, f"{field}[{position}]") for position, turn in enumerate(turns))
+def set_conversation(chat: types_pb2.ChatMessages, turns: Sequence[ChatTurn], options: Mapping[str, Any]) -> None:
+    """Fill `chat`. `options` may hold more than ConversationOptions."""
+    chat.messages.extend(_message(turn, f"prompt[{position}]") for position, turn in enumerate(turns))
     if options.get("tools"):
         chat.tools = _json("tools", list(options["tools"]))
     if options.get("template_kwargs"):

@@ -16,8 +16,8 @@ _FORM = re.compile(r"[0-9a-f]{48}")
 class ResumeTokens:
     """Seals sequence numbers with a key of this process: after a restart no earlier token can be opened."""
 
-    def __init__(self, key: bytes | None = None) -> None:
-        self._key = key or secrets.token_bytes(32)
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
 
     def seal(self, sequence: int) -> str:
         """A token for this number, another one each time."""

@@ -85,12 +85,11 @@ class AdapterWatches:
         workers_by_digest: Callable[[], Mapping[str, tuple[str, ...]]],
         *,
         log: ChangeLog | None = None,
-        tokens: ResumeTokens | None = None,
     ) -> None:
         """`cached_digests`: in the host cache. `workers_by_digest`: who has each version in a slot."""
         self._registry = registry
         self._log = log or ChangeLog()
-        self._tokens = tokens or ResumeTokens()
+        self._tokens = ResumeTokens()
         self._cached_digests = cached_digests
         self._workers_by_digest = workers_by_digest
         self._resident: _Resident = {}

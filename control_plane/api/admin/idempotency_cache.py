@@ -53,12 +53,10 @@ class IdempotencyCache:
         self,
         *,
         clock: Callable[[], float] = time.monotonic,
-        ttl_s: float = TTL_S,
         max_entries: int = 10_000,
         max_bytes: int = 64 * 2**20,
     ) -> None:
         self._clock = clock
-        self._ttl_s = ttl_s
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self.num_bytes = 0  # of all entries
@@ -94,7 +92,7 @@ class IdempotencyCache:
             if entry.done.is_set():
                 return response_type.FromString(entry.response)
             await entry.done.wait()  # the first call still runs; if it fails, its entry is removed and this call runs
-        entry = self._entries[key] = _Entry(fingerprint, self._clock() + self._ttl_s, asyncio.Event())
+        entry = self._entries[key] = _Entry(fingerprint, self._clock() + TTL_S, asyncio.Event())
         self.num_bytes += entry.num_bytes
         try:
             self._make_room()

@@ -19,9 +19,9 @@ def adapter_id_in(name: str, field: str = "name") -> str:
     return adapter_id
 
 
-def operation_id_in(name: str, field: str = "name") -> str:
+def operation_id_in(name: str) -> str:
     """The id in "operations/{id}". Raises InvalidRequest."""
     match = _OPERATION.fullmatch(name)
     if match is None:
-        raise refuse(field, f"{quoted(name)} is not a resource name of the form operations/{{id}}")
+        raise refuse("name", f"{quoted(name)} is not a resource name of the form operations/{{id}}")
     return match[1]

@@ -50,7 +50,7 @@ class Migration:
                 continue
             if job is finding.poison:
                 failed.append((job, poisoned(job)))
-            elif self._has_hung_everywhere(session, job):
+            elif self._note_hung_load(session, job):
                 failed.append((job, adapter_failed(request)))
             elif is_given_up(job):
                 failed.append((job, lost(job)))
@@ -112,8 +112,8 @@ class Migration:
             self._dispatcher.place_waiting(is_group_over=True)
         return error is None
 
-    def _has_hung_everywhere(self, session: WorkerSession, job: Job) -> bool:
-        """Whether the session ended because the job's adapter did not load, as other sessions did before."""
+    def _note_hung_load(self, session: WorkerSession, job: Job) -> bool:
+        """Note if a load of the job's adapter hung and ended the session. Returns whether no further try is left."""
         if all(ref.digest != session.hung_digest for ref in job.request.adapters):
             return False
         job.note_failed_load(session.epoch)

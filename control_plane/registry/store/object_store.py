@@ -18,11 +18,11 @@ class LeaseFence:
 
     is_sole = False
 
-    def __init__(self, bucket: Bucket, *, is_exclusive: bool = False, lease: StoreLease | None = None) -> None:
+    def __init__(self, bucket: Bucket, *, is_exclusive: bool = False) -> None:
         """`is_exclusive`: the operator says that no other control plane uses the bucket."""
         self._bucket = bucket
         self._is_exclusive = is_exclusive
-        self._lease = lease or StoreLease(bucket, takes_over=is_exclusive)
+        self._lease = StoreLease(bucket, takes_over=is_exclusive)
 
     def lock(self) -> None:
         """See Fence."""
