@@ -29,8 +29,8 @@ class AdapterSteps:
     """The steps of one arena. A step is valid until the next one begins or the arena evicts an adapter."""
 
     def __init__(self, arena: AdapterArena, side: SideStream | None = None) -> None:
-        """`side`: where recorded steps queue their shrinks; None: with everything else. The host's time limits other
-        steps, and a second stream only adds to it."""
+        """`side`: where recorded steps queue their shrinks; None: with everything else. Other steps do not use it: the
+        host limits them, and a second stream would add to its work."""
         self._arena = arena
         self._side = side
         self._table = arena.table
@@ -45,7 +45,7 @@ class AdapterSteps:
         self._device = pages.device
         self._segments_on_host = pages.device.type == "cpu" and not runs_triton(pages)
         self._shrunk = ShrunkRows()
-        # Of the tokens that were grouped last: steady steps have the same ones, and the head's are those of the layers.
+        # Segments of the tokens that were grouped last: steady steps group the same ones, the head those of the layers.
         self._last_segments: tuple[tuple[int, bytes], AdapterSegments] | None = None
         # Key: the table's version and the slots. Most steps have the slots of the step before.
         self._needs: tuple[tuple[int, bytes], ModuleNeeds] | None = None
@@ -75,8 +75,11 @@ class AdapterSteps:
         return self._step(needs, host_slots, further) if needs.max_rank_of_all or self._table.rotations else None
 
     def tier_of(self, slots: npt.NDArray[np.intp]) -> LoraTier | None:
-        """What a step needs whose tokens have these adapters, distinct and at least one. None where the step does more
-        than add to linears, experts and routers, each token with its own adapter: such a step is not recorded."""
+        """What a recorded step needs to serve tokens with these adapters, which are distinct and at least one.
+
+        None if no recorded step can serve them: adapters are combined or scaled, rotate by tables of their own, replace
+        rows, or change other modules than linears, experts and routers.
+        """
         if self._arena.unlisted:
             self._arena.list_published()
         table = self._table
@@ -90,7 +93,7 @@ class AdapterSteps:
         return LoraTier(len(slots), needs.max_rank_of_all, bool(needs.has_vectors.any()), has_experts)
 
     def begin_tier(self, token_slots: torch.Tensor, tier: LoraTier) -> LoraStep:
-        """What any step adds whose adapters the tier serves. token_slots is int32 [n] on the device."""
+        """What a step adds whose adapters the tier serves. token_slots is int32 [n] on the device."""
         segments = adapter_segments(token_slots, self._num_slots, num_groups=tier.max_adapters)
         needs = tier.needs(self._is_linear, self._is_of_experts)
         slots = TokenSlots(token_slots, self._num_slots)

@@ -10,17 +10,17 @@ import torch
 
 
 class SideStream(Protocol):
-    """What is queued in `forked` begins behind everything that was queued before, and may run beside what follows.
+    """What is queued in `forked` runs after everything that was queued before it, and beside what is queued after it.
 
-    Whoever reads its results calls `join` before. Nothing that is read in `forked` may be freed or written before.
+    Call `join` before anything reads its results. Until then nothing that it reads may be freed or written.
     """
 
     def forked(self) -> AbstractContextManager[None]:
-        """Queue there instead."""
+        """Queue on the second stream while the block runs."""
         ...
 
     def join(self) -> None:
-        """Let everything that is queued from here on wait for it."""
+        """Let everything that is queued from here on wait for the second stream."""
         ...
 
 
