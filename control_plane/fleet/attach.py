@@ -197,7 +197,7 @@ class AttachedWorkers:
                     self._jobs.fail_broken(job)
             self._jobs.guard(self._dispatcher.place_waiting)
         if was_taking:
-            self.note_taking()
+            self.begin_grace_without_workers()
         self.on_changed()
         self.report_change()
 
@@ -216,7 +216,7 @@ class AttachedWorkers:
         is_unfinished = request_id in self._jobs.by_id and request_id not in self._dispatcher.waiting
         return is_unfinished and (job.session is None or job.session is session)
 
-    def note_taking(self) -> None:
+    def begin_grace_without_workers(self) -> None:
         """Begin the grace without workers, if the last one that took requests is gone or drained."""
         if not self._sessions.taking:
             self._no_worker_since_s = self._awake()

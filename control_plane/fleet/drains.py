@@ -52,7 +52,7 @@ class WorkerDrains:
             )
         num_requests = sum(job.session is session for job in self._jobs.by_id.values())
         self._sessions.drain(worker_id)
-        self._workers.note_taking()
+        self._workers.begin_grace_without_workers()
         logger.info("worker drained worker_id=%s epoch=%d requests=%d", worker_id, session.epoch, num_requests)
         session.end(EndCause.DRAINED, "an operator drained the worker: its requests move to others")
         return num_requests
