@@ -65,7 +65,7 @@ def take_row_tensors(
     rest, found = dict(entries), {}
     for kind in (ModuleKind.EMBEDDING, ModuleKind.HEAD):
         found[kind] = ModuleTensors()
-        name = _module(targets, kind)
+        name = embedding_or_head(targets, kind)
         if name is not None:
             with problems.collected():
                 found[kind] = _of_module(name, rest, entries, config, targets)
@@ -87,10 +87,6 @@ def take_row_tensors(
 
 def embedding_or_head(targets: TargetModules, kind: ModuleKind) -> str | None:
     """The embedding or the head that takes adapters, if there is one."""
-    return _module(targets, kind)
-
-
-def _module(targets: TargetModules, kind: ModuleKind) -> str | None:
     return next((name for name, module in targets.served.items() if module.kind is kind), None)
 
 
@@ -139,7 +135,7 @@ def _trained_tokens(
     for target, ids in config.trained_tokens.items():
         if target in suffixes(name) or (not target and targets.is_input_embedding(name)):
             return ids
-    embedding = _module(targets, ModuleKind.EMBEDDING)
+    embedding = embedding_or_head(targets, ModuleKind.EMBEDDING)
     if has_delta and targets.are_tied and embedding not in (None, name):
         return _trained_tokens(embedding, config, targets, has_delta=False)  # one list for both
     return ()
@@ -193,7 +189,7 @@ def _check_names(config: AdapterConfig, targets: TargetModules, problems: Proble
     ):
         for name in sorted(set(names) - known):
             problems.add(FieldViolation(field, f"names {name}; this base model has no such embedding or head"))
-    if "" in config.trained_tokens and _module(targets, ModuleKind.EMBEDDING) is None:
+    if "" in config.trained_tokens and embedding_or_head(targets, ModuleKind.EMBEDDING) is None:
         description = "names tokens; the embedding of this base model takes no adapters: train without it"
         problems.add(FieldViolation("trainable_token_indices", description))
 
