@@ -354,10 +354,7 @@ class TorchEngine:
             )
 
     def _forward(self, batch: StepBatch) -> tuple[torch.Tensor, list[PooledRow]]:
-        """Run the forward pass and advance the rows.
-
-        Returns the logits of the tokens that the batch keeps, and the vectors of rows that return one.
-        """
+        """Run the pass, advance the rows. Returns logits of the tokens that are kept, and vectors of pooled rows."""
         rows = self._rows
         self._prepare(batch.rows, batch.written_blocks)
         steps = self.adapter_steps
@@ -379,10 +376,7 @@ class TorchEngine:
         return logits, [] if hidden is None else self._pooler.take(batch, hidden)
 
     def _prepare(self, step_rows: Int64Array, written_blocks: Int64Array) -> None:
-        """Prepare a pass of these rows, which writes these blocks: the device waits for swaps that still read them.
-
-        Raises StaleSlot if an adapter of the rows is not in its slot.
-        """
+        """Prepare a pass of these rows that writes these blocks. Raises StaleSlot if an adapter left its slot."""
         rows = self._rows
         self.arena.check_all(rows.slot[step_rows], rows.slot_generation[step_rows])
         for member in rows.adapters.members_of(step_rows):
