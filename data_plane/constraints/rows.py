@@ -120,18 +120,22 @@ class ConstraintRows:
             self._slow.clear()
             self._quick.clear()
 
-    def collect(self, rows: _Indices, *, is_alone: bool) -> Masks | None:
+    def collect(self, rows: _Indices, *, is_alone: bool, is_verifying: bool = False) -> Masks | None:
         """Masks of those of the rows that have a constraint; None where none has.
 
         Waits a little for masks that should be ready soon; those that are not are `waiting`. `is_alone`: nothing but
         these rows is in the step, so that nobody is held up if the step waits longer for the first of them.
+        `is_verifying`: the rows have drafts, as far as `may_draft` allowed them.
         """
         if not self._rows:
             return None
         chosen = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
         if not chosen:
             return None
-        self._await([row for _, row in chosen], is_alone=is_alone and len(chosen) == len(rows))
+        if is_verifying:
+            self._await_drafting([row for _, row in chosen])
+        else:
+            self._await([row for _, row in chosen], is_alone=is_alone and len(chosen) == len(rows))
         # Looked at once: a mask may get ready meanwhile.
         waiting = [index for index, row in chosen if not row.is_ready]
         missing = set(waiting)
@@ -153,27 +157,27 @@ class ConstraintRows:
                 masks.lifted.append(row.number)
         return masks
 
-    def finish(self, rows: _Indices) -> None:
-        """Wait until the masks of these rows are ready, however long that takes."""
-        chosen = [self._rows[row] for row in rows.tolist() if row in self._rows]
-        while chosen and not self._lanes.wait(lambda: _all_ready(chosen), IDLE_PATIENCE_S):
-            continue
-
     def has_any(self, rows: _Indices) -> bool:
         """Whether one of these rows has a constraint."""
         return any(row in self._rows for row in rows.tolist())
 
-    def has_slow(self, rows: _Indices) -> bool:
-        """Whether one of these rows has a grammar that was slow before."""
-        return any(row in self._rows and self._rows[row].constraint.digest in self._slow for row in rows.tolist())
+    def may_draft(self, rows: _Indices) -> bool:
+        """Whether a pass may verify drafts of these rows: their grammars were quick so far, and their masks are ready.
+
+        Waits a little for the masks. Such a pass needs a mask between two of its samples, so that a grammar of which
+        nothing is known, or that is being built, would hold up every row of the pass.
+        """
+        chosen = [self._rows[row] for row in rows.tolist() if row in self._rows]
+        if any(row.constraint.digest not in self._quick for row in chosen):
+            return False
+        return not chosen or self._await_drafting(chosen)
 
     def forced(self, rows: _Indices) -> dict[int, list[int]]:
-        """By row, the tokens that its grammar forces next, where it forces any. Waits for the rows' masks."""
-        self.finish(rows)
+        """By row, the tokens that its grammar forces next, where it forces any. Of rows that may draft."""
         found = {}
         for number in rows.tolist():
             row = self._rows.get(number)
-            if row is not None and row.matcher is not None and not row.error:
+            if row is not None and row.is_ready and row.matcher is not None and not row.error:
                 found[number] = row.matcher.forced()
         return {number: tokens for number, tokens in found.items() if tokens}
 
@@ -207,6 +211,17 @@ class ConstraintRows:
             self._lanes.wait(lambda: any(row.is_ready for row in rows), IDLE_PATIENCE_S)
         elif quick:
             self._patience.spend(self._lanes.now_s() - began_s)
+
+    def _await_drafting(self, rows: Sequence[_Row]) -> bool:
+        """Wait for masks of rows with drafts, and learn whether all are ready.
+
+        Only a wait that was in vain is spent: the others take what a mask takes, which is what the draft costs.
+        """
+        quick = [row for row in rows if not row.is_ready and row.constraint.digest in self._quick]
+        began_s = self._lanes.now_s()
+        if quick and self._patience.left_s(began_s) > 0 and not self._lanes.wait(lambda: _all_ready(quick), PATIENCE_S):
+            self._patience.spend(self._lanes.now_s() - began_s)
+        return _all_ready(rows)
 
     # ---- on other threads ----
 

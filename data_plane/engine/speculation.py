@@ -194,11 +194,13 @@ class Speculation:
             self._costs.observe(num_tokens, has_adapters=self._has_adapters(rows), time_s=time_s)
 
     def _take(self, plan: StepPlan, decoding: Int64Array) -> StepOutput:
-        """The earliest result of each row."""
+        """The earliest result of each row. A row that has none sits out the step."""
         self.totals = self.totals[0] + self._num_drafted, self.totals[1] + self._num_accepted
-        taken = [self._rows[row].early.popleft() for row in decoding.tolist()]
-        failed = np.array([token.is_failed for token in taken])
-        numbers, tokens = decoding.astype(np.int32), np.array([token.token_id for token in taken], dtype=np.int32)
+        has_result = self._num_early(decoding) > 0
+        numbers, waiting = decoding[has_result].astype(np.int32), decoding[~has_result].astype(np.int32)
+        taken = [self._rows[row].early.popleft() for row in numbers.tolist()]
+        failed = np.array([token.is_failed for token in taken], dtype=np.bool_)
+        tokens = np.array([token.token_id for token in taken], dtype=np.int32)
         return StepOutput(
             plan.step_id,
             numbers[~failed],
@@ -207,6 +209,7 @@ class Speculation:
             0,
             [token.logprobs for token in taken if token.logprobs is not None],
             unconstrained_rows=numbers[[token.is_unconstrained for token in taken]],
+            waiting_rows=waiting,
             num_drafted=self._num_drafted,
             num_accepted=self._num_accepted,
         )
@@ -220,16 +223,18 @@ class Speculation:
     def _drafts(self, plan: StepPlan, decoding: Int64Array, most: Int64Array) -> Drafts:
         """At most `most` [n] drafts of each row; none at all where the costs say that they would not pay.
 
-        A pass that verifies drafts waits for every mask, so that none begins with a row of a slow grammar.
+        A pass that verifies drafts needs every mask at once, so that none begins with a row whose grammar may be slow.
         """
         nothing = Drafts(np.zeros(len(decoding), dtype=np.int64), np.zeros(0, dtype=np.int64))
-        if plan.num_more == 0 or plan.step_id <= self._declined_until or self._constraints.has_slow(decoding):
+        if plan.num_more == 0 or plan.step_id <= self._declined_until:
             return nothing
         has_adapters = self._has_adapters(decoding)
         if self._costs is not None and not self._costs.can_gain(
             len(decoding), plan.num_more + 1, has_adapters=has_adapters
         ):
             self._declined_until = plan.step_id + plan.num_more
+            return nothing
+        if not self._constraints.may_draft(decoding):
             return nothing
         if self._costs is not None:
             for row in decoding.tolist():
@@ -265,13 +270,10 @@ class Speculation:
             logits = self._forward(batch)
         with span("sample"):
             self._verify(batch, drafts, logits)
-        # What was rejected is written again by the plan's later steps, before anything may share it.
+        # What was rejected is written again by the plan's later steps, before anything may share it. A row that sits
+        # these out writes it later, before anything reads it.
         rows.num_computed[decoding] = rows.num_known[decoding] - 1
         self.observe(decoding, len(decoding) + len(drafts.token_ids), self._clock() - started_s)
-
-    def _masks(self, rows: Int64Array) -> Masks | None:
-        self._constraints.finish(rows)
-        return self._constraints.collect(rows, is_alone=False)
 
     def _propose(self, rows: Int64Array, most: Int64Array) -> Drafts:
         """What a row's grammar forces, else what followed its last tokens before; at most `most` [n] tokens each."""
@@ -284,15 +286,26 @@ class Speculation:
         return Drafts(counts, np.array([token for drafts in found for token in drafts], dtype=np.int64))
 
     def _verify(self, batch: StepBatch, drafts: Drafts, logits: torch.Tensor) -> None:
-        """Sample each position as a step of its own would, as long as a row's drafts are what was sampled."""
+        """Sample each position as a step of its own would, as long as a row's drafts are what was sampled.
+
+        A row whose mask is not ready samples no further. If it has sampled nothing in this pass, it sits out the step.
+        """
         first = np.cumsum(drafts.counts) - drafts.counts  # place of a row's first draft
         num_accepted = np.zeros(len(batch.rows), dtype=np.int64)
+        num_tried = drafts.counts.copy()
         alive = np.arange(len(batch.rows))
         position = 0
         while True:
+            masks = self._constraints.collect(batch.rows[alive], is_alone=False, is_verifying=True)
+            if masks is not None and masks.waiting:
+                num_tried[alive[masks.waiting]] = position
+                self._engine_rows.sit_out(batch.rows[alive[masks.waiting]])
+                alive = np.delete(alive, masks.waiting)
+                if not len(alive):
+                    break
             sampled = batch.rows[alive]
             at = batch.starts[alive] + position
-            tokens = self._keep(sampled, self._sample(sampled, logits[upload(at, logits.device)], self._masks(sampled)))
+            tokens = self._keep(sampled, self._sample(sampled, logits[upload(at, logits.device)], masks))
             has_draft = position < drafts.counts[alive]
             alive, tokens = alive[has_draft], tokens[has_draft]
             if len(alive):
@@ -301,9 +314,7 @@ class Speculation:
                 break
             num_accepted[alive] += 1
             position += 1
-        for row, drafted, accepted in zip(
-            batch.rows.tolist(), drafts.counts.tolist(), num_accepted.tolist(), strict=True
-        ):
+        for row, drafted, accepted in zip(batch.rows.tolist(), num_tried.tolist(), num_accepted.tolist(), strict=True):
             if drafted:
                 self._rows[row].note_verified(accepted, drafted)
         self._num_drafted += len(drafts.token_ids)
