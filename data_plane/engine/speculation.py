@@ -10,6 +10,7 @@ measured times of passes and by the shares of drafts that the rows had accepted.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from data_plane.plan import Int32Array, NewRow, RowLogprobs, StepOutput, StepPla
 from data_plane.spans import span
 from kernels.devices import upload
 
+logger = logging.getLogger(__name__)
+
 # Tokens of a row in which its last ones are searched: about 10 us on one core of an EPYC.
 WINDOW = 8192
 _LONGEST, _SHORTEST = 3, 2  # tokens that must be found again for a draft
@@ -36,6 +39,7 @@ _LEAST_SHARE = 0.3  # of drafts accepted; below it a row stops drafting
 _SHARE_AFTER_PAUSE = 0.4  # so that two bad passes end the retry
 _MOST_DRAFTS = 16
 FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # tokens until a row that stopped drafts again; doubled each time
+MANY_STEPS = 256  # decode steps without a plan of several steps, after which a warning says that nothing is drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,7 @@ class Speculation:
         self._costs = costs
         self._clock = clock
         self._declined_until = -1  # last step of the plan in which nothing is drafted any more
+        self._steps_left = MANY_STEPS  # until a warning; 0: none is needed any more
         self._build = build
         self._forward = forward
         self._sample = sample
@@ -177,6 +182,8 @@ class Speculation:
         """
         if len(plan.prefills) or len(decoding) == 0 or any(row not in self._rows for row in decoding.tolist()):
             return None
+        if self._steps_left:
+            self._look_for_room(plan)
         self._num_drafted = self._num_accepted = 0
         early = self._num_early(decoding)
         if (early == 0).any():
@@ -192,6 +199,16 @@ class Speculation:
         """A pass of these decoding rows, and of nothing else, took this long."""
         if self._costs is not None:
             self._costs.observe(num_tokens, has_adapters=self._has_adapters(rows), time_s=time_s)
+
+    def _look_for_room(self, plan: StepPlan) -> None:
+        """Warn once where plans leave no room for drafts: the flag would change nothing, and nothing would say so."""
+        self._steps_left = 0 if plan.num_more else self._steps_left - 1
+        if not plan.num_more and not self._steps_left:
+            logger.warning(
+                "no drafts: each of the first %d decode steps had a plan of its own; give the control plane "
+                "--min-plan-steps 4",
+                MANY_STEPS,
+            )
 
     def _take(self, plan: StepPlan, decoding: Int64Array) -> StepOutput:
         """The earliest result of each row. A row that has none sits out the step."""

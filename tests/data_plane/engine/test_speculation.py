@@ -19,7 +19,7 @@ from motet.v1 import types_pb2
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.pass_costs import PassCosts
-from data_plane.engine.speculation import FIRST_PAUSE, DraftRow
+from data_plane.engine.speculation import FIRST_PAUSE, MANY_STEPS, DraftRow
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import NewRow, RowConstraint, RowSampling, StepOutput, StepPlan, Vocabulary
 from tests.data_plane.constraints.lanes import in_time
@@ -339,6 +339,20 @@ def test_drafts_stay_within_the_plan(engines: tuple[TorchEngine, TorchEngine], e
     assert [output.token_ids.tolist() for output in outputs] == [[9], [10], [11], [7]]
     assert engine.inspect(0).num_computed == len(LOOP) + 5
     engine.execute(make_plan(7, freed=[0]))
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_worker_says_that_plans_leave_no_room_for_drafts(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, num_more: int
+) -> None:
+    engine = build_engine(worker_config(checkpoint, block_size=64, max_model_len=512, speculative="auto"))
+    engine.execute(make_plan(1, new=[replace(Request(LOOP).new_row(0), block_ids=array(range(8)))], prefills=[(0, 20)]))
+    engine.execute(StepPlan(2, num_more=num_more))
+    for step_id in range(3, MANY_STEPS + 9):
+        engine.execute(StepPlan(step_id))
+        if step_id == MANY_STEPS:
+            assert caplog.text.count("no drafts") == 0
+    assert caplog.text.count("give the control plane --min-plan-steps 4") == (num_more == 0)
 
 
 @pytest.mark.parametrize("is_short_of", ["tokens", "logits"])
