@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import llguidance
 import pytest
@@ -23,6 +24,7 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.models.loader import LoadedModel
 from tests.data_plane.constraints.lanes import in_time
+from tests.data_plane.engine.test_constrained_drafts import WheneverLanes
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.e2e.scheduled import Completions, IngestedAdapter, ingested, serve
 from tests.makers import make_adapter, make_checkpoint, make_tokenizer
@@ -43,6 +45,7 @@ ALL_KINDS = [
 class Rig:
     """An engine that drafts with room for all, one that drafts with little room, and what is true without drafts."""
 
+    checkpoint: Path
     roomy: TorchEngine
     small: TorchEngine  # 24 blocks of 8 tokens
     adapters: list[IngestedAdapter]
@@ -144,7 +147,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, _echo: None) -> Rig:
     roomy = build_engine(worker_config(checkpoint, speculative="ngram"), lanes=in_time())
     tight = {"num_blocks": 24, "host_kv_bytes": 32 * 4096, "max_model_len": 100}
     small = build_engine(worker_config(checkpoint, speculative="ngram", **tight), lanes=in_time())
-    return Rig(roomy, small, adapters, requests, undisturbed)
+    return Rig(checkpoint, roomy, small, adapters, requests, undisturbed)
 
 
 def test_completions_are_worth_comparing(rig: Rig) -> None:
@@ -175,6 +178,18 @@ def test_swapped_requests_go_on_with_their_tokens(rig: Rig, chunk: int) -> None:
     stats, accepted = rig.serve(rig.small, settings, num_host_blocks=32)
     assert stats.num_swapped_out > 0
     assert accepted > 0
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_masks_that_come_late_change_no_token(rig: Rig, is_slow: bool) -> None:
+    """Rows sit out steps of plans in which others are ahead; some are preempted meanwhile."""
+    lanes = WheneverLanes(0, is_slow=is_slow)
+    engine = build_engine(
+        worker_config(rig.checkpoint, num_blocks=24, max_model_len=100, speculative="ngram"), lanes=lanes
+    )
+    stats, accepted = rig.serve(engine, ROOMY)
+    assert stats.num_preemptions > 0
+    assert (accepted > 0) is not is_slow, "a slow grammar among the rows of a step ends its drafts"
 
 
 @pytest.mark.parametrize("number", [0, 3, 6])
