@@ -1,12 +1,11 @@
 """The real engine (data_plane.plan.Engine): rows, one packed forward pass per step, sampling. One thread.
 
 A step returns as soon as its work is queued on the device. It waits for its own results only where a later step needs
-them on the host: with drafts, and for rows with a constraint, log-probabilities or a vector.
+them on the host: in a pass that verifies drafts, and for rows with a constraint, log-probabilities or a vector.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from data_plane.engine.pooling import Pooler, split_finite
 from data_plane.engine.rows import Int64Array, Rows, RowState
 from data_plane.engine.sampling.draws import Draws
 from data_plane.engine.sampling.logprobs import LogprobsRequest, joined
-from data_plane.engine.sampling.results import ResultCopies, result_copies
+from data_plane.engine.sampling.results import ResultCopies, ResultCopy, result_copies
 from data_plane.engine.sampling.sampler import Sampler, SamplerStats
 from data_plane.engine.speculation import Speculation
 from data_plane.engine.steps_under_way import StepsUnderWay
@@ -54,8 +53,6 @@ from data_plane.plan import (
 )
 from data_plane.spans import span
 from kernels.devices import upload
-
-logger = logging.getLogger(__name__)
 
 # One forward pass keeps at most so many bytes of float32 logits for log-probabilities of prompts, or for drafts, beside
 # those of the tokens that its rows sample.
@@ -153,6 +150,9 @@ class TorchEngine:
         if num_tokens > most:
             raise PlanRefused(f"the step has {num_tokens} tokens, at most {most} are allowed")
         with torch.inference_mode():
+            if self._speculation is not None and (early := self._speculation.step(plan, decoding)) is not None:
+                moved, time_us = self._take_moved(), self._microseconds_since(started_s)
+                return DoneStep(replace(early, step_time_us=time_us, num_moved_blocks=moved[0], move_time_us=moved[1]))
             if self._needs_results(np.concatenate([decoding, plan.prefills[:, 0]])):
                 return DoneStep(self._compute(plan, decoding, started_s))
             return self._queue(plan, decoding, started_s)
@@ -160,8 +160,7 @@ class TorchEngine:
     def _needs_results(self, rows: Int64Array) -> bool:
         """Whether a step of these rows needs what it samples on the host."""
         return (
-            self._speculation is not None
-            or (len(self._constraints) > 0 and self._constraints.has_any(rows))
+            (len(self._constraints) > 0 and self._constraints.has_any(rows))
             or bool((self._sampler.num_logprobs[rows] >= 0).any())
             or bool((self._sampler.num_prompt_logprobs[rows] >= 0).any())
             or bool(self._pooler.is_pooling[rows].any())
@@ -181,7 +180,7 @@ class TorchEngine:
             tokens, finite, _ = self._draws.draw(logits, sampled, None)
             self._last_tokens[batch.sampled_on_device] = tokens
             copy = self._copies.start(tokens, finite)
-        return self._under_way.begin(plan.step_id, sampled, copy, moved=self._take_moved(), started_s=started_s)
+        return self._begin(plan, sampled, copy, started_s)
 
     def _queue_decodes(self, plan: StepPlan, decoding: Int64Array, started_s: float) -> PendingStep:
         """`_queue` for a step that only decodes, from the rows' state on the device."""
@@ -191,16 +190,17 @@ class TorchEngine:
             tokens, finite, _ = self._draws.draw(decoded.logits, decoding, None, decoded.completion_index)
             self._device_rows.end_step(decoded.row_ids, tokens)
             copy = self._copies.start(tokens, finite)
-        return self._under_way.begin(plan.step_id, decoding, copy, moved=self._take_moved(), started_s=started_s)
+        return self._begin(plan, decoding, copy, started_s)
+
+    def _begin(self, plan: StepPlan, sampled: Int64Array, copy: ResultCopy, started_s: float) -> PendingStep:
+        """These rows sampled a token each. The copy brings their tokens."""
+        step = self._under_way.begin(plan.step_id, sampled, copy, moved=self._take_moved(), started_s=started_s)
+        if self._speculation is not None:
+            self._speculation.expect(step, only_decodes=len(plan.prefills) == 0)
+        return step
 
     def _compute(self, plan: StepPlan, decoding: Int64Array, started_s: float) -> StepOutput:
         """Compute a step of any kind, and wait for its results."""
-        if self._speculation is not None:
-            result = self._speculation.step(plan, decoding)
-            if result is not None:
-                moved = self._take_moved()
-                time_us = self._microseconds_since(started_s)
-                return replace(result, step_time_us=time_us, num_moved_blocks=moved[0], move_time_us=moved[1])
         wants_logprobs = self._sampler.num_prompt_logprobs[plan.prefills[:, 0]] >= 0
         pieces, prefills = split_prefills(plan.prefills, wants_logprobs, most=self._most_prompt_logits)
         prompt_logprobs: list[RowLogprobs] = []

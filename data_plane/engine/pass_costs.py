@@ -35,16 +35,19 @@ class _Time:
 
 
 class PassCosts:
-    """Running means of passes by tokens, separately with and without adapters."""
+    """Running means of passes by tokens, separately with and without adapters.
+
+    Passes that verify drafts have times of their own: on a GPU the others may be replays of graphs.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[bool, int], _Time] = {}
+        self._times: dict[tuple[bool, bool, int], _Time] = {}
         self._num_passes = 0
 
-    def observe(self, num_tokens: int, *, has_adapters: bool, time_s: float) -> None:
+    def observe(self, num_tokens: int, *, has_adapters: bool, time_s: float, is_verifying: bool = False) -> None:
         """A pass of this many tokens took this long."""
         self._num_passes += 1
-        key = has_adapters, self._bucket(num_tokens)
+        key = has_adapters, is_verifying, self._bucket(num_tokens)
         known = self._times.get(key)
         if known is None or self._is_stale(known):
             self._times[key] = _Time(time_s, 1, self._num_passes)
@@ -56,9 +59,9 @@ class PassCosts:
         else:
             known.time_s += _WEIGHT * (min(time_s, _OUTLIER * known.time_s) - known.time_s)
 
-    def time_s(self, num_tokens: int, *, has_adapters: bool) -> float | None:
+    def time_s(self, num_tokens: int, *, has_adapters: bool, is_verifying: bool = False) -> float | None:
         """What a pass of this many tokens takes; None while it is unknown."""
-        known = self._times.get((has_adapters, self._bucket(num_tokens)))
+        known = self._times.get((has_adapters, is_verifying, self._bucket(num_tokens)))
         if known is None or known.num_passes < _NUM_FIRST or self._is_stale(known):
             return None
         return known.time_s
@@ -72,7 +75,7 @@ class PassCosts:
         plain = self.time_s(num_rows, has_adapters=has_adapters)
         if plain is None:
             return False
-        drafted = self.time_s(num_rows * num_steps, has_adapters=has_adapters)
+        drafted = self.time_s(num_rows * num_steps, has_adapters=has_adapters, is_verifying=True)
         return drafted is None or drafted < _GAIN * num_steps * plain
 
     def gains(self, counts: Int64Array, most: Int64Array, shares: _Floats, *, has_adapters: bool) -> bool:
@@ -86,7 +89,7 @@ class PassCosts:
             return False
         # A row is done with this pass if all its drafts are accepted and they reach the end of the plan.
         unfinished = 1.0 - np.where(counts >= most, shares**most, 0.0)
-        first = self.time_s(num_rows + int(counts.sum()), has_adapters=has_adapters)
+        first = self.time_s(num_rows + int(counts.sum()), has_adapters=has_adapters, is_verifying=True)
         total = plain if first is None else first  # unknown: it is tried, and known then
         for later in range(1, num_steps):
             alive = np.where(most >= later, unfinished**later, 0.0)
@@ -95,7 +98,7 @@ class PassCosts:
                 break
             # Rows that did not finish draft again, for what is left of the plan.
             tokens = float((alive * (1 + np.minimum(counts, np.maximum(most - later, 0)))).sum()) / is_needed
-            time_s = self.time_s(max(round(tokens), 1), has_adapters=has_adapters)
+            time_s = self.time_s(max(round(tokens), 1), has_adapters=has_adapters, is_verifying=True)
             total += is_needed * (plain if time_s is None else time_s)
         return total < _GAIN * num_steps * plain
 

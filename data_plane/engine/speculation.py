@@ -24,6 +24,7 @@ from data_plane.constraints.rows import ConstraintRows
 from data_plane.engine.batch import Drafts, PassOutput, StepBatch
 from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.rows import Int64Array, Rows
+from data_plane.engine.steps_under_way import StepUnderWay
 from data_plane.plan import Int32Array, NewRow, RowLogprobs, StepOutput, StepPlan
 from data_plane.spans import span
 from kernels.devices import upload
@@ -113,6 +114,16 @@ class DraftRow:
         return []
 
 
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A step whose tokens the rows do not know yet."""
+
+    step: StepUnderWay
+    rows: list[DraftRow | None]  # that sampled, in the order of the tokens; None: it never drafts
+    has_adapters: bool | None  # of a step that only decodes; None: the time of the step says nothing
+    deciding_s: float  # of its time
+
+
 class Speculation:
     """The rows of an engine that drafts, and the engine's parts that a pass needs."""
 
@@ -145,6 +156,8 @@ class Speculation:
         self._forward = forward
         self._sample = sample
         self._rows: dict[int, DraftRow] = {}
+        self._awaited: deque[_Awaited] = deque()
+        self._deciding_s = 0.0  # that the latest step took until it was clear that it verifies no drafts
         self._num_drafted = 0  # of the step
         self._num_accepted = 0  # of these
         self.totals = (0, 0)  # both since the start
@@ -167,10 +180,30 @@ class Speculation:
     def clear(self) -> None:
         """End every row."""
         self._rows.clear()
+        self._awaited.clear()
         self._declined_until = -1
+
+    def expect(self, step: StepUnderWay, *, only_decodes: bool) -> None:
+        """Rows sample a token each in a step that was submitted. `catch_up` takes the tokens."""
+        rows = [self._rows.get(row) for row in step.sampled.tolist()]
+        has_adapters = self._has_adapters(step.sampled) if only_decodes else None
+        self._awaited.append(_Awaited(step, rows, has_adapters, self._deciding_s))
+
+    def catch_up(self, *, waits: bool) -> None:
+        """Take the tokens of submitted steps that have come, or with `waits` of all of them."""
+        while self._awaited and (waits or self._awaited[0].step.copy.is_done()):
+            found = self._awaited.popleft()
+            token_ids = found.step.copy.read()[0].tolist()
+            for state, token_id in zip(found.rows, token_ids, strict=True):
+                if state is not None:
+                    state.append(token_id)
+            if self._costs is not None and found.has_adapters is not None and found.step.time_s is not None:
+                time_s = found.step.time_s - found.deciding_s
+                self._costs.observe(len(token_ids), has_adapters=found.has_adapters, time_s=time_s)
 
     def note(self, rows: Int64Array, token_ids: Int32Array) -> None:
         """Rows sampled a token each."""
+        self.catch_up(waits=True)
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             if (state := self._rows.get(row)) is not None:
                 state.append(token_id)
@@ -180,6 +213,13 @@ class Speculation:
 
         None where the step has neither: it is computed as any other, and has no results that came early.
         """
+        began_s = self._clock()
+        self.catch_up(waits=False)
+        result = self._step(plan, decoding)
+        self._deciding_s = self._clock() - began_s
+        return result
+
+    def _step(self, plan: StepPlan, decoding: Int64Array) -> StepOutput | None:
         if len(plan.prefills) or len(decoding) == 0 or any(row not in self._rows for row in decoding.tolist()):
             return None
         if self._steps_left:
@@ -195,10 +235,11 @@ class Speculation:
             self._pass(rows, drafts)
         return self._take(plan, decoding)
 
-    def observe(self, rows: Int64Array, num_tokens: int, time_s: float) -> None:
+    def observe(self, rows: Int64Array, num_tokens: int, time_s: float, *, is_verifying: bool = False) -> None:
         """A pass of these decoding rows, and of nothing else, took this long."""
         if self._costs is not None:
-            self._costs.observe(num_tokens, has_adapters=self._has_adapters(rows), time_s=time_s)
+            has_adapters = self._has_adapters(rows)
+            self._costs.observe(num_tokens, has_adapters=has_adapters, time_s=time_s, is_verifying=is_verifying)
 
     def _look_for_room(self, plan: StepPlan) -> None:
         """Warn once where plans leave no room for drafts: the flag would change nothing, and nothing would say so."""
@@ -253,6 +294,7 @@ class Speculation:
             return nothing
         if not self._constraints.may_draft(decoding):
             return nothing
+        self.catch_up(waits=True)
         if self._costs is not None:
             for row in decoding.tolist():
                 self._rows[row].compare_tried()
@@ -290,7 +332,8 @@ class Speculation:
         # What was rejected is written again by the plan's later steps, before anything may share it. A row that sits
         # these out writes it later, before anything reads it.
         rows.num_computed[decoding] = rows.num_known[decoding] - 1
-        self.observe(decoding, len(decoding) + len(drafts.token_ids), self._clock() - started_s)
+        num_tokens = len(decoding) + len(drafts.token_ids)
+        self.observe(decoding, num_tokens, self._clock() - started_s, is_verifying=True)
 
     def _propose(self, rows: Int64Array, most: Int64Array) -> Drafts:
         """What a row's grammar forces, else what followed its last tokens before; at most `most` [n] tokens each."""

@@ -29,6 +29,7 @@ class StepUnderWay:
         """`previous` is the step submitted before, if it may be under way; `moved` is for the output (StepOutput)."""
         self.sampled = sampled
         self.copy = copy
+        self.time_s: float | None = None  # that it took; None before `wait`
         self._step_id = step_id
         self._moved = moved
         self._started_s = started_s
@@ -48,13 +49,14 @@ class StepUnderWay:
         if self._previous is not None:
             began_s = max(began_s, self._previous._ended_s)
             self._previous = None
+        self.time_s = self._ended_s - began_s
         rows = self.sampled.astype(np.int32)
         return StepOutput(
             self._step_id,
             rows[finite],
             tokens[finite],
             rows[~finite],
-            int((self._ended_s - began_s) * 1e6),
+            int(self.time_s * 1e6),
             num_moved_blocks=self._moved[0],
             move_time_us=self._moved[1],
         )

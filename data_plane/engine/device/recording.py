@@ -24,7 +24,7 @@ GROUPED_ON_DEVICE = (9, 10)
 
 def check_graphs(config: WorkerConfig, device_type: str) -> None:
     """Raise ConfigError where --cuda-graphs names numbers of rows that cannot be recorded, before a model is loaded."""
-    reason = _settings_against(config, device_type)
+    reason = _device_against(device_type)
     if config.graph_sizes(device_type) and config.cuda_graphs != "auto" and reason is not None:
         raise _refusal(config, reason)
 
@@ -39,7 +39,7 @@ def record_graphs(engine: TorchEngine, config: WorkerConfig, recorder: Recorder 
     sizes = config.graph_sizes("cuda" if recorder is not None else device_type)
     if not sizes:
         return False
-    reason = _settings_against(config, device_type if recorder is None else "cuda") or _model_against(engine)
+    reason = _device_against(device_type if recorder is None else "cuda") or _model_against(engine)
     if reason is None:
         try:
             logger.info("recording graphs", extra=shown("recording the steps that decode"))
@@ -58,14 +58,12 @@ def record_graphs(engine: TorchEngine, config: WorkerConfig, recorder: Recorder 
     return False
 
 
-def _settings_against(config: WorkerConfig, device_type: str) -> str | None:
-    """Why no step is recorded with these settings; None: nothing is against it."""
+def _device_against(device_type: str) -> str | None:
+    """Why no step is recorded on such a device; None: nothing is against it."""
     if device_type != "cuda":
         return "there is no CUDA device"
     if not has_triton():
         return "triton is not installed"
-    if config.speculative != "off":
-        return f"steps with --speculative {config.speculative} are built on the host"
     return None
 
 

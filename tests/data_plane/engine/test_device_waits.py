@@ -126,10 +126,18 @@ def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return engine
 
 
-@pytest.fixture
-def on_device(engine: TorchEngine) -> TorchEngine:
-    """The same, with decode steps that are built from the rows' state on the device, as a GPU builds them."""
-    return TorchEngine(engine.model, engine.kv_cache, engine.arena, engine.capacities, decodes_on_device=True)
+@pytest.fixture(params=["off", "auto"])
+def on_device(engine: TorchEngine, request: pytest.FixtureRequest) -> TorchEngine:
+    """The same, with decode steps that are built from the rows' state on the device, as a GPU builds them. With
+    speculation, in steps that leave no room for drafts."""
+    return TorchEngine(
+        engine.model,
+        engine.kv_cache,
+        engine.arena,
+        engine.capacities,
+        decodes_on_device=True,
+        speculative=request.param,
+    )
 
 
 def prefill(engine: TorchEngine, sampling: RowSampling, slots: list[int | None]) -> None:

@@ -15,7 +15,9 @@ def measured(time_of: Callable[[int], float], *, has_adapters: bool = False) -> 
     costs = PassCosts()
     for num_tokens in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256):
         for _ in range(2):
-            costs.observe(num_tokens, has_adapters=has_adapters, time_s=time_of(num_tokens))
+            for is_verifying in (False, True):
+                time_s = time_of(num_tokens)
+                costs.observe(num_tokens, has_adapters=has_adapters, time_s=time_s, is_verifying=is_verifying)
     return costs
 
 
@@ -69,7 +71,7 @@ def test_what_is_unknown_is_measured() -> None:
         costs.observe(1, has_adapters=False, time_s=1.0)
     assert costs.can_gain(1, 4, has_adapters=False) and gains(costs, 1, 1.0)
     for _ in range(2):
-        costs.observe(4, has_adapters=False, time_s=5.0)
+        costs.observe(4, has_adapters=False, time_s=5.0, is_verifying=True)
     assert not costs.can_gain(1, 4, has_adapters=False) and not gains(costs, 1, 1.0)
 
 
@@ -78,5 +80,16 @@ def test_a_time_that_is_old_is_measured_again() -> None:
     assert not gains(costs, 1, 1.0)
     for _ in range(600):
         costs.observe(1, has_adapters=False, time_s=1.0)
-    assert costs.time_s(4, has_adapters=False) is None
+    assert costs.time_s(4, has_adapters=False, is_verifying=True) is None
     assert gains(costs, 1, 1.0)
+
+
+def test_a_pass_without_drafts_says_nothing_of_one_that_verifies_some() -> None:
+    """Where a graph replays the one and the host builds the other, they differ by a factor."""
+    costs = PassCosts()
+    for _ in range(2):
+        costs.observe(1, has_adapters=False, time_s=5.0)
+        costs.observe(4, has_adapters=False, time_s=5.1)  # four rows
+        costs.observe(4, has_adapters=False, time_s=31.0, is_verifying=True)  # one row with three drafts
+    assert not costs.can_gain(1, 4, has_adapters=False)
+    assert costs.time_s(4, has_adapters=False) == 5.1

@@ -221,7 +221,7 @@ def test_auto_drafts_where_a_pass_with_drafts_is_cheap(
     """Passes that take the same time for any number of tokens, and passes whose time grows with it."""
     echo(8.0)
 
-    def time_s(_: PassCosts, num_tokens: int, *, has_adapters: bool) -> float:
+    def time_s(_: PassCosts, num_tokens: int, *, has_adapters: bool, is_verifying: bool = False) -> float:
         assert not has_adapters
         return float(num_tokens) ** exponent
 

@@ -76,12 +76,6 @@ def test_a_step_that_cannot_be_recorded_is_served_without_a_graph(
         record_graphs(engine, worker_config(checkpoint), Failing(torch.OutOfMemoryError("40 GiB")))
 
 
-def test_speculation_builds_its_steps_on_the_host(engine: TorchEngine, checkpoint: Path) -> None:
-    config = worker_config(checkpoint, cuda_graphs="8", speculative="ngram")
-    with pytest.raises(ConfigError, match="steps with --speculative ngram are built on the host"):
-        record_graphs(engine, config, Reruns())
-
-
 @pytest.mark.parametrize(
     ("dtype", "capability", "is_recorded"),
     [

@@ -1,0 +1,146 @@
+"""Drafts where decode steps are built on the device: steps without drafts are those of an engine that never drafts.
+
+They are replayed from graphs, and nobody waits for their results before drafts are looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_plane.engine.build import build_engine
+from data_plane.engine.engine import TorchEngine
+from data_plane.engine.pass_costs import PassCosts
+from data_plane.engine.sampling.results import ResultCopies
+from data_plane.models.loader import LoadedModel
+from data_plane.plan import PendingStep, RowSampling, StepPlan
+from kernels import native
+from tests.data_plane.engine.device.reruns import Reruns
+from tests.data_plane.engine.packing import pack
+from tests.data_plane.engine.planner import make_plan
+from tests.data_plane.engine.test_oracle import worker_config
+from tests.data_plane.engine.test_speculation import BLOCK, LOOP, Request, assert_same, run
+from tests.data_plane.engine.test_steps_under_way import LateCopies
+from tests.makers import make_adapter
+
+DRAWN = RowSampling(temperature=0.5, top_k=0, top_p=1.0, seed=5, repetition_penalty=1.05)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _native_settings_of_this_file() -> Iterator[None]:
+    usual = native.settings()
+    yield
+    native.configure(usual)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are grouped by adapter as on a GPU."""
+    monkeypatch.setattr("data_plane.adapters.step.adapter_steps.runs_triton", lambda tensor: True)
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Raises the logit of the token that goes on with LOOP."""
+    logits_of = LoadedModel.logits
+
+    def use(strength: float) -> None:
+        def changed(model: LoadedModel, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+            logits = logits_of(model, ids, positions, kept).clone()
+            logits[torch.arange(len(kept)), 7 + (ids[kept] - 6) % 5] += strength
+            return logits
+
+        monkeypatch.setattr(LoadedModel, "logits", changed)
+
+    return use
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    """Builds its steps on the host and does not draft; two adapters."""
+    engine = build_engine(worker_config(checkpoint, block_size=BLOCK, num_blocks=200, native_code="off"))
+    folder = tmp_path_factory.mktemp("adapters")
+    for slot, rank in enumerate((4, 8)):
+        adapter = make_adapter(folder / str(slot), checkpoint, rank=rank, seed=slot)
+        packed = pack(adapter, engine.capacities.model_fingerprint)
+        engine.slots.load(slot, 1, packed.digest, packed)
+    return engine
+
+
+def drafting(
+    plain: TorchEngine, recorder: Reruns | None, *, mode: str = "ngram", copies: ResultCopies | None = None
+) -> TorchEngine:
+    engine = TorchEngine(
+        plain.model,
+        plain.kv_cache,
+        plain.arena,
+        plain.capacities,
+        decodes_on_device=True,
+        speculative=mode,
+        copies=copies,
+    )
+    if recorder is not None:
+        engine.decode_steps.record(recorder, (2, 4), has_adapters=True)
+    return engine
+
+
+def requests() -> list[Request]:
+    return [Request(LOOP), Request(LOOP[:13], DRAWN, slot=0), Request([5, 9, 31, 7], DRAWN, slot=1)]
+
+
+@pytest.mark.parametrize("copies", [None, LateCopies()], ids=["in time", "late"])
+@pytest.mark.parametrize("seed", range(2))
+def test_drafts_beside_replayed_steps_change_no_token(
+    plain: TorchEngine, loops: Callable[[float], None], seed: int, copies: ResultCopies | None
+) -> None:
+    """Among them rows that pause, and rows that are preempted."""
+    loops(6.0)
+    recorder = Reruns()
+    engine = drafting(plain, recorder, copies=copies)
+    found, _ = run(engine, requests(), num_steps=48, seed=seed)
+    expected, _ = run(plain, requests(), num_steps=48, seed=seed)
+    assert_same(found, expected)
+    assert sum(output.num_accepted for output in found) > 0
+    assert recorder.num_replays > 0, "no step was replayed"
+
+
+def test_steps_in_which_nothing_can_be_drafted_do_not_wait(
+    plain: TorchEngine, loops: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `auto`, where passes with drafts are known to take too long."""
+    loops(100.0)
+    monkeypatch.setattr(PassCosts, "can_gain", lambda *_, **__: False)
+    copies = LateCopies()
+    engine = drafting(plain, None, mode="auto", copies=copies)
+    pending = [engine.submit(make_plan(1, new=[Request(LOOP).new_row(0)], prefills=[(0, len(LOOP))]))]
+    pending += plan_of_four(engine, 2, [(0, 5), (0, 6)])
+    assert not any(step.is_done() for step in pending)
+    assert [step.wait().token_ids.tolist() for step in pending] == [[7], [8], [9], [10], [11]]
+
+
+def test_drafts_follow_tokens_whose_results_were_late(plain: TorchEngine, loops: Callable[[float], None]) -> None:
+    """Also where the row's number was that of another row, whose tokens come as late."""
+    loops(100.0)
+    copies = LateCopies()
+    engine = drafting(plain, None, copies=copies)
+    other = Request([9, 8, 7, 9, 8, 7]).new_row(0)
+    pending = [engine.submit(make_plan(1, new=[other], prefills=[(0, 6)]))]
+    row = Request(LOOP).new_row(0)
+    pending.append(engine.submit(make_plan(2, freed=[0], new=[row], prefills=[(0, len(LOOP))])))
+    assert not any(step.is_done() for step in pending)
+    plan = plan_of_four(engine, 3, [(0, 5), (0, 6)])
+    outputs = [step.wait() for step in [*pending[1:], *plan]]
+    assert [output.token_ids.tolist() for output in outputs] == [[7], [8], [9], [10], [11]]
+    assert [output.num_accepted for output in outputs] == [0, 3, 0, 0, 0]
+
+
+def plan_of_four(engine: TorchEngine, step_id: int, appended: list[tuple[int, int]]) -> list[PendingStep]:
+    """Four steps in one plan."""
+    first = replace(make_plan(step_id, appended=appended), num_more=3)
+    return [
+        engine.submit(plan) for plan in (first, *(StepPlan(step_id + 3 - left, num_more=left) for left in (2, 1, 0)))
+    ]
