@@ -78,6 +78,14 @@ class PassCosts:
         drafted = self.time_s(num_rows * num_steps, has_adapters=has_adapters, is_verifying=True)
         return drafted is None or drafted < _GAIN * num_steps * plain
 
+    def can_gain_beside(self, num_rows: int, num_steps: int, *, has_adapters: bool) -> bool:
+        """Whether such a plan could be faster though one of its rows has no draft, and so needs every step alone."""
+        plain = self.time_s(num_rows, has_adapters=has_adapters)
+        alone = self.time_s(1, has_adapters=has_adapters)
+        if plain is None or alone is None:
+            return False
+        return plain + (num_steps - 1) * alone < _GAIN * num_steps * plain
+
     def gains(self, counts: Int64Array, most: Int64Array, shares: _Floats, *, has_adapters: bool) -> bool:
         """Whether drafts make the rest of a plan faster. Per row [n]: its drafts, the tokens that it may be ahead
         after this pass, and how likely a draft is accepted."""

@@ -151,6 +151,7 @@ class Speculation:
         self._costs = costs
         self._clock = clock
         self._declined_until = -1  # last step of the plan in which nothing is drafted any more
+        self._is_first = self._ends_plan = True  # whether the latest step was its plan's first, or its last
         self._steps_left = MANY_STEPS  # until a warning; 0: none is needed any more
         self._build = build
         self._forward = forward
@@ -182,6 +183,7 @@ class Speculation:
         self._rows.clear()
         self._awaited.clear()
         self._declined_until = -1
+        self._is_first = self._ends_plan = True
 
     def expect(self, step: StepUnderWay, *, only_decodes: bool) -> None:
         """Rows sample a token each in a step that was submitted. `catch_up` takes the tokens."""
@@ -225,6 +227,7 @@ class Speculation:
         if self._steps_left:
             self._look_for_room(plan)
         self._num_drafted = self._num_accepted = 0
+        self._is_first, self._ends_plan = self._ends_plan, plan.num_more == 0
         early = self._num_early(decoding)
         if (early == 0).any():
             has_room = early <= plan.num_more  # the others have the results of all steps of the plan
@@ -294,13 +297,18 @@ class Speculation:
             return nothing
         if not self._constraints.may_draft(decoding):
             return nothing
+        if self._awaited and not self._is_first:
+            return nothing  # to wait in every step for the one before would cost more than drafts of a part of a plan
         self.catch_up(waits=True)
         if self._costs is not None:
             for row in decoding.tolist():
                 self._rows[row].compare_tried()
         rows = self._engine_rows
         room = rows.num_row_blocks[decoding] * rows.block_size - rows.num_computed[decoding] - 1
-        drafts = self._propose(decoding, np.minimum(most, room))
+        needs_all = self._costs is not None and not self._costs.can_gain_beside(
+            len(decoding), plan.num_more + 1, has_adapters=has_adapters
+        )
+        drafts = self._propose(decoding, np.minimum(most, room), needs_all=needs_all)
         fitting = min(self._most_drafts, self._max_step_tokens - len(decoding))
         if len(drafts.token_ids) > fitting:
             drafts = drafts.first(fitting // len(decoding))
@@ -335,13 +343,18 @@ class Speculation:
         num_tokens = len(decoding) + len(drafts.token_ids)
         self.observe(decoding, num_tokens, self._clock() - started_s, is_verifying=True)
 
-    def _propose(self, rows: Int64Array, most: Int64Array) -> Drafts:
-        """What a row's grammar forces, else what followed its last tokens before; at most `most` [n] tokens each."""
+    def _propose(self, rows: Int64Array, most: Int64Array, *, needs_all: bool) -> Drafts:
+        """What a row's grammar forces, else what followed its last tokens before; at most `most` [n] tokens each.
+
+        With `needs_all` none at all where one row has none: the search for the others is saved.
+        """
         forced = self._constraints.forced(rows) if (most > 0).any() else {}
-        found = [
-            (forced.get(row) or self._rows[row].look_up())[:limit] if limit > 0 else []
-            for row, limit in zip(rows.tolist(), most.tolist(), strict=True)
-        ]
+        found: list[list[int]] = []
+        for row, limit in zip(rows.tolist(), most.tolist(), strict=True):
+            found.append((forced.get(row) or self._rows[row].look_up())[:limit] if limit > 0 else [])
+            if needs_all and limit > 0 and not found[-1]:
+                found = [[] for _ in rows]
+                break
         counts = np.array([len(drafts) for drafts in found], dtype=np.int64)
         return Drafts(counts, np.array([token for drafts in found for token in drafts], dtype=np.int64))
 

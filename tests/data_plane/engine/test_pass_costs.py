@@ -52,6 +52,15 @@ def test_a_perfect_plan_decides_whether_rows_look_for_drafts() -> None:
     assert not costs.can_gain(8, 1, has_adapters=False)
 
 
+@pytest.mark.parametrize(("of_a_token", "expected"), [(0.0, False), (0.005, False), (1.0, True)])
+def test_a_row_without_drafts_leaves_a_gain_where_it_is_cheap_alone(of_a_token: float, expected: bool) -> None:
+    """Times that hardly grow with the rows: no. A pass of one row that takes an eighth of one of eight: yes."""
+    costs = measured(lambda num_tokens: 1.0 - of_a_token + of_a_token * num_tokens)
+    assert costs.can_gain_beside(8, 4, has_adapters=False) is expected
+    assert not costs.can_gain_beside(1, 4, has_adapters=False)
+    assert not PassCosts().can_gain_beside(8, 4, has_adapters=False), "nothing is known"
+
+
 def test_a_time_is_believed_with_its_second_pass_and_outliers_count_little() -> None:
     costs = PassCosts()
     costs.observe(8, has_adapters=False, time_s=9.0)

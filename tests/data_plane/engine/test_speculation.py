@@ -240,6 +240,29 @@ def test_auto_drafts_where_a_pass_with_drafts_is_cheap(
     )
 
 
+@pytest.mark.parametrize(("exponent", "num_looked_up"), [(0.0, 1), (0.9, 4)])
+def test_auto_looks_no_further_where_one_row_without_drafts_decides(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, exponent: float, num_looked_up: int
+) -> None:
+    """A row without drafts needs every step. Where a pass of this row alone is cheap, the others may still gain."""
+    looked_up: list[int] = []
+
+    def look_up(row: DraftRow) -> list[int]:
+        looked_up.append(row.num_tokens)
+        return []
+
+    def time_s(_: PassCosts, num_tokens: int, *, has_adapters: bool, is_verifying: bool = False) -> float | None:
+        return None if is_verifying else float(num_tokens) ** exponent
+
+    monkeypatch.setattr(DraftRow, "look_up", look_up)
+    monkeypatch.setattr(PassCosts, "time_s", time_s)
+    engine = build_engine(worker_config(checkpoint, block_size=BLOCK, speculative="auto"))
+    rows = [Request(LOOP).new_row(row) for row in range(4)]
+    engine.execute(make_plan(1, new=rows, prefills=[(row, len(LOOP)) for row in range(4)]))
+    engine.execute(replace(make_plan(2, appended=[(row, row * BLOCKS_OF_ROW + 5) for row in range(4)]), num_more=3))
+    assert len(looked_up) == num_looked_up
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_auto_changes_no_result_whatever_it_measures(
     checkpoint: Path, engines: tuple[TorchEngine, TorchEngine], echo: Callable[[float], None], seed: int

@@ -122,6 +122,17 @@ def test_steps_in_which_nothing_can_be_drafted_do_not_wait(
     assert [step.wait().token_ids.tolist() for step in pending] == [[7], [8], [9], [10], [11]]
 
 
+def test_a_plan_without_drafts_waits_for_the_steps_before_it_alone(plain: TorchEngine) -> None:
+    """Not for its own steps, one after the other."""
+    copies = LateCopies()
+    engine = drafting(plain, None, copies=copies)
+    first = engine.submit(make_plan(1, new=[Request([5, 9, 31, 7]).new_row(0)], prefills=[(0, 4)]))
+    assert not first.is_done()
+    pending = plan_of_four(engine, 2, [(0, 1), (0, 2)])
+    assert first.is_done(), "drafts were looked for without the row's latest token"
+    assert not any(step.is_done() for step in pending)
+
+
 def test_drafts_follow_tokens_whose_results_were_late(plain: TorchEngine, loops: Callable[[float], None]) -> None:
     """Also where the row's number was that of another row, whose tokens come as late."""
     loops(100.0)
