@@ -121,9 +121,9 @@ class PatientRows(ConstraintRows):
         self._counting_lanes = CountingLanes()
         super().__init__(num_tokens, lanes=self._counting_lanes)
 
-    def collect(self, rows: npt.NDArray[np.int64], *, is_alone: bool) -> Masks | None:
+    def collect(self, rows: npt.NDArray[np.int64], *, is_alone: bool, is_verifying: bool = False) -> Masks | None:
         self._counting_lanes.finish()
-        return super().collect(rows, is_alone=is_alone)
+        return super().collect(rows, is_alone=is_alone, is_verifying=is_verifying)
 
 
 def masks_of(rows: PatientRows, numbers: list[int]) -> Masks:
