@@ -127,7 +127,7 @@ def merge(model: Any, packed: PackedFiles) -> int | None:
     for index, _ in enumerate(packed.manifest.chunks):
         for part in packed.read_modules(index):
             merge_module(model, part)
-    for name in packed.rows:  # behind the merging: they have LoRA's part already
+    for name in packed.rows:  # after the merging: they have LoRA's part already
         replace_rows(model.get_submodule(name), packed.read_rows(name), packed.manifest.num_tokens)
     return packed.manifest.num_tokens
 

@@ -82,7 +82,7 @@ async def grpc_first_token_s(client: AsyncClient, prompt: Prompt, num_tokens: in
 async def find_prompt(client: AsyncClient, prompts: Iterator[Prompt]) -> Prompt:
     """The first of them whose first token is text."""
     for prompt in itertools.islice(prompts, MAX_PROMPTS):
-        # Two tokens: behind the last one, what is no text by itself is text all the same.
+        # Two tokens: after the last one, what is no text by itself is text all the same.
         async with client.generate(prompt, max_tokens=2, ignore_eos=True) as stream:
             if (await anext(stream)).text:
                 return prompt

@@ -24,7 +24,7 @@ class Column:
 
     @property
     def tokens_per_s(self) -> float:
-        """Rate behind the first token; 0 before the second."""
+        """Rate after the first token; 0 before the second."""
         if self.ttft_s is None or self.num_tokens < 2:
             return 0.0
         last_s = time.monotonic() if self.total_s is None else self.first_token_s - self.ttft_s + self.total_s

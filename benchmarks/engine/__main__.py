@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = getattr(torch, engine.capacities.dtype)
     rates = measure_rates(dtype)
     steps = measure_steps(Driver(engine), rows, adapters, args)
-    # Again behind the steps: another process may have had the cores the first time.
+    # Again after the steps: another process may have had the cores the first time.
     rates = rates.best(measure_rates(dtype))
     bounds = [bounds_ms(SHAPES[args.model_shape], dtype.itemsize, step.work, rates) for step in steps]
     report.show(console, rates, steps, bounds)

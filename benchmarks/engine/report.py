@@ -28,7 +28,7 @@ Bounds = Sequence[dict[str, float]]  # of each step by part, ms; a part without 
 
 
 def show(console: Console, rates: Rates, steps: Sequence[Measured], bounds: Bounds) -> None:
-    """Each part as: what it took, and behind the slash its bound, ms."""
+    """Each part as: what it took, and after the slash its bound, ms."""
     console.print(
         f"read bandwidth {rates.read_bytes_per_s / 1e9:.1f} GB/s; "
         f"products of 1024 rows {rates.flops_per_s / 1e9:.0f} GFLOP/s"

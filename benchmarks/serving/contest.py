@@ -92,7 +92,7 @@ class Contest:
     """A context manager: entering it starts the engines that the named measurements need."""
 
     def __init__(self, args: argparse.Namespace, names: Sequence[str], console: Console) -> None:
-        # A peer comes behind ours, whose tokens it is compared with.
+        # A peer comes after ours, whose tokens it is compared with.
         self._names = sorted(names, key=lambda name: bool(parts_of(name)[0]))
         self._args = args
         self._console = console

@@ -63,7 +63,7 @@ class StreamedCall(Protocol[R]):
         """The call that returns how much of a broken attempt the server has. None: the call begins at its beginning."""
 
     def resume(self, received: Any) -> None:
-        """Go on behind what the server has, as `resumption` reads it. None: it has nothing."""
+        """Go on after what the server has, as `resumption` reads it. None: it has nothing."""
 
     def is_out_of_step(self, error: MotetError) -> bool:
         """Whether a continued attempt failed only because the server has more or less than it reported before.

@@ -170,7 +170,7 @@ class _CompletionState:
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._loose_text = ""  # text that came without tokens, behind the last token
+        self._loose_text = ""  # text that came without tokens, after the last token
         # What this call sends once more: for a continuation the loose text, for a repetition all text.
         self._repeated_text = ""
         self._is_repetition = False
@@ -181,7 +181,7 @@ class _CompletionState:
         return Completion(self.index, "".join(self.text_parts), tuple(self.token_ids), finished, tuple(self._logprobs))
 
     def begin_call(self, *, is_repetition: bool) -> None:
-        """The next call goes on behind the known tokens, or repeats them first."""
+        """The next call goes on after the known tokens, or repeats them first."""
         self.has_ended_here = False
         self._is_repetition = is_repetition
         self._position = 0 if is_repetition else len(self.token_ids)
@@ -248,7 +248,7 @@ class _CompletionState:
     def _without_repetition(self, text: str) -> str:
         """`text` less what broken calls had sent already.
 
-        Worked example: tokens [5, 6], text "ab" then "c" without tokens, broken. The continuation behind [5, 6]
+        Worked example: tokens [5, 6], text "ab" then "c" without tokens, broken. The continuation after [5, 6]
         starts where "ab" ended and sends "cd" with token 7: "c" is known, "d" is new.
         """
         known = self._repeated_text

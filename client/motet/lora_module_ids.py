@@ -20,7 +20,7 @@ class LoraModule:
 
     module_id: int
     name: str  # TensorRT-LLM's
-    # Paths behind the layer's index, over all architectures. The first that a layer has is the module.
+    # Paths after the layer's index, over all architectures. The first that a layer has is the module.
     paths: tuple[str, ...] = ()
     needs: str = ""  # a path that the layer must have beside it; empty: none
     # The ids that have the module's outputs one after the other, in layers without such a module.

@@ -131,7 +131,7 @@ def call_metadata(tenant: str) -> tuple[tuple[str, str], ...]:
 
 
 def is_resumable(request: generation_pb2.GenerateRequest) -> bool:
-    """Whether a broken stream can be continued behind its tokens: a single sample, no beam search."""
+    """Whether a broken stream can be continued after its tokens: a single sample, no beam search."""
     decoding = request.decoding
     return decoding.n <= 1 and decoding.best_of <= 1 and not decoding.HasField("beam_search")
 
@@ -141,7 +141,7 @@ def continuation(
     started: generation_pb2.GenerationStarted,
     token_ids: Sequence[int],
 ) -> generation_pb2.GenerateRequest:
-    """The request that continues a stream behind `token_ids`, with the tokens that the unbroken stream would have."""
+    """The request that continues a stream after `token_ids`, with the tokens that the unbroken stream would have."""
     resumed = repetition(request, started)
     resumed.resume_from.ids.extend(token_ids)
     return resumed

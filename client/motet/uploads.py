@@ -83,7 +83,7 @@ class AdapterUpload:
         return upload_state(self._header.upload_id)
 
     def resume(self, received: Sequence[int] | None) -> None:
-        """Go on behind `received` bytes of each file. None: begin again."""
+        """Go on after `received` bytes of each file. None: begin again."""
         received = received or [0] * len(self._files)
         sizes = [file.size_bytes for file in self._files]
         if len(received) != len(sizes) or any(have > size for have, size in zip(received, sizes, strict=True)):

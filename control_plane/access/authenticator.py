@@ -17,7 +17,7 @@ _HOW = "send an API key or a token as metadata 'authorization: Bearer ...'"
 class Presented:
     """What a client presents to prove who it is."""
 
-    token: str = ""  # behind "Bearer " in the metadata `authorization`; a secret: never log it
+    token: str = ""  # after "Bearer " in the metadata `authorization`; a secret: never log it
     identities: tuple[str, ...] = ()  # of the client's certificate, which TLS has verified
     holder: str = ""  # of that certificate, as a principal's name
 

@@ -95,7 +95,7 @@ class AccessSettings:
         metavar="FILE",
     )
     audit_log: str | None = setting(
-        "file of the audit log; - is standard output, behind the ready line", None, shown_default="off", metavar="FILE"
+        "file of the audit log; - is standard output, after the ready line", None, shown_default="off", metavar="FILE"
     )
     audit_max_bytes: int = setting(
         "size from which the audit log goes on in a new file",

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """A version that was pushed, and how long the phases behind its reception took, in seconds."""
+    """A version that was pushed, and how long the phases after its reception took, in seconds."""
 
     registered: Registered
     worker_ids: tuple[str, ...]  # those that had it in a slot when new requests got it

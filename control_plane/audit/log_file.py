@@ -81,7 +81,7 @@ class LogFile:
         os.fdatasync(self._fd)
 
     def is_full(self, num_unwritten: int, num_bytes: int) -> bool:
-        """Whether `num_bytes` behind `num_unwritten` would make a file that has lines larger than allowed."""
+        """Whether `num_bytes` after `num_unwritten` would make a file that has lines larger than allowed."""
         size = self._size + num_unwritten
         return size > 0 and size + num_bytes > self._max_bytes
 

@@ -24,7 +24,7 @@ class FreshBlocks:
             self._cache.mark_dirty(self._rows.own_blocks_of(row))
 
     def clean(self, plan: StepPlan) -> None:
-        """Make blocks finite before rows fill them: appended blocks, and new rows' blocks behind computed tokens."""
+        """Make blocks finite before rows fill them: appended blocks, and new rows' blocks after computed tokens."""
         size = self._rows.block_size
         fresh = [plan.appended_blocks[:, 1]]
         fresh += [new.block_ids[-(-new.num_computed_tokens // size) :] for new in plan.new_rows]

@@ -18,7 +18,7 @@ from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, NewRow, PooledRow, PoolingKind
 
 # A mean is summed in units of 2^-24, a float32's rounding at 1. With values below 2^18, 2^20 tokens fit into an int64.
-# A larger value counts as not finite: hidden states behind a norm are below 2^16 in all of float16, and far below.
+# A larger value counts as not finite: hidden states after a norm are below 2^16 in all of float16, and far below.
 _UNIT = float(2**24)
 _MAX_VALUE = float(2**18)
 

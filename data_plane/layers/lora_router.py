@@ -57,7 +57,7 @@ class LoraRouter:
         lora = cls(found.weight.detach(), None if bias is None else bias.detach(), name, context)
         weight = WatchedWeight(lora.weight, requires_grad=False)
         found.weight = weight
-        weight.on_use = lora._on_use  # behind the assignment, which reads attributes
+        weight.on_use = lora._on_use  # after the assignment, which reads attributes
         found.lora = lora
         return lora
 

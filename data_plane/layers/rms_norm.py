@@ -21,7 +21,7 @@ class RmsNorm(nn.Module):
         self.weight = weight  # [n]
         self.eps = eps
         self.weight_offset = weight_offset  # 1 for Gemma
-        self.fp8: Fp8Activations | None = None  # keeps the FP8 form of the norm, for the linears behind it
+        self.fp8: Fp8Activations | None = None  # keeps the FP8 form of the norm, for the linears after it
         # A stream and its norm, or nothing. In place: a module's attributes are slow to set.
         self._ready: list[tuple[torch.Tensor, torch.Tensor]] = []
 

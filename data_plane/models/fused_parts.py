@@ -195,7 +195,7 @@ def _to_float32(value: Any) -> Any:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest error of a token; infinite if a value is not finite or the shapes differ.
 
-    Tokens are the first dimension, or the second behind one of size 1.
+    Tokens are the first dimension, or the second after one of size 1.
     """
     if actual.shape != expected.shape:
         return float("inf")

@@ -161,7 +161,7 @@ def _fused_layer(plain: nn.Module, kwargs: dict[str, Any] | None) -> DecoderLaye
 
 
 def _last_norm(model: nn.Module, layer_names: list[str]) -> RmsNorm | None:
-    """The norm behind the last layer, replaced by a fused norm if it can be."""
+    """The norm after the last layer, replaced by a fused norm if it can be."""
     decoder_name = layer_names[-1].rpartition(".")[0].rpartition(".")[0]
     decoder = model.get_submodule(decoder_name)
     norm = _tried(f"{decoder_name}.norm", fused_norm, getattr(decoder, "norm", None))

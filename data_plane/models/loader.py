@@ -97,7 +97,7 @@ class LoadedModel:
     def logits_and_hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logits`, and the last hidden states [num_tokens, hidden_width], behind the model's last norm."""
+        """`logits`, and the last hidden states [num_tokens, hidden_width], after the model's last norm."""
         with watching_hidden(self.model) as found:
             logits = self._logits(input_ids, position_ids, kept)
         return logits, found[-1][0]

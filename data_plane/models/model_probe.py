@@ -72,7 +72,7 @@ def probe_model(model: PreTrainedModel, max_model_len: int, max_step_tokens: int
 def watching_hidden(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """A list whose last entry is the last hidden states [1, num_tokens, width] of the latest pass within the block.
 
-    They are what transformers' AutoModel returns of the same checkpoint, behind the last norm. The model without its
+    They are what transformers' AutoModel returns of the same checkpoint, after the last norm. The model without its
     head is a module of its own: `base_model`, or the decoder in it if the pass calls just that. Else the list stays
     empty.
     """

@@ -34,7 +34,7 @@ _LEAST_REQUEST_TOKENS = 8
 _KEPT = torch.tensor([3, 6])  # tokens of a request whose logits are kept
 _NUM_THRESHOLDS = 4  # of the largest, among the positions: every token costs time at the start
 _LEAST_LARGE_TOKENS = 256  # of the large batch, for numbers that no configuration names
-_WINDOW = 16  # tokens of the large batch that are compared before and behind each number of the configuration
+_WINDOW = 16  # tokens of the large batch that are compared before and after each number of the configuration
 # Keys for widths, not for tokens. They are mostly the largest numbers that a step may have as many tokens as.
 _WIDTHS = frozenset({"hidden_size", "intermediate_size", "vocab_size"})
 _LEAST_SHIFT = 1 << 20  # places: beyond the thresholds of models whose context is short

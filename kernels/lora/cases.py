@@ -136,7 +136,7 @@ def make_group(
 
 
 def in_table_of(group: ModuleGroup, num_slots: int) -> ModuleGroup:
-    """The group in a slot table of num_slots slots, of which those behind its own are empty."""
+    """The group in a slot table of num_slots slots, of which those after its own are empty."""
     empty = num_slots - group.num_slots
     first, rank, scaling = (
         torch.nn.functional.pad(table, (0, empty)) for table in (group.first, group.rank, group.scaling)
@@ -149,7 +149,7 @@ def with_vectors(
 ) -> tuple[GroupInputs, Epilogue]:
     """The same case with vectors in its pages: dora_scale and lora_bias float32 [num_slots, sum of out].
 
-    A slot whose scales at a module are all 1, or biases all 0, gets none. Vectors lie one behind the other, from the
+    A slot whose scales at a module are all 1, or biases all 0, gets none. Vectors lie one after the other, from the
     second value of their first page on.
     """
     group = inputs.group

@@ -125,7 +125,7 @@ def segments_by_sorting(token_slots: torch.Tensor, num_slots: int, block_tokens:
     ends = is_used.clone()
     ends[:-1] &= is_first[1:] | begins[1:]
     block = torch.where(is_used, begins.cumsum(0) - 1, num_blocks)
-    # What does not begin or end a block is written behind the last block.
+    # What does not begin or end a block is written after the last block.
     for column, chosen, values, empty in (
         (segments.block_slot, begins, ordered, -1),
         (segments.block_start, begins, place, 0),

@@ -83,7 +83,7 @@ def encoder_attention(
     """[T, Hq, Dv] for query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, Dv] of whole sequences, without a cache.
 
     Bidirectional: each token sees all tokens of its sequence. The batch is AttentionBatch.ragged(lengths), the
-    sequences lie one behind the other.
+    sequences lie one after the other.
     """
     if not batch.is_ragged:
         raise ValueError("the batch has a cache's block tables; encoder attention wants AttentionBatch.ragged")

@@ -134,7 +134,7 @@ class AttentionBatch:
 
     @classmethod
     def ragged(cls, lengths: Sequence[int]) -> AttentionBatch:
-        """Whole sequences one behind the other, each token seeing all tokens of its own sequence.
+        """Whole sequences one after the other, each token seeing all tokens of its own sequence.
 
         Lengths 2 and 3: the tables [0 1 -] and [2 3 4] over tokens as blocks of one.
         """

@@ -127,7 +127,7 @@ class DeviceBatch:
     def tiles(self, queries_per_tile: int) -> torch.Tensor:
         """int32 [num_tiles, 2]: (sequence, its first query in the tile) of every sequence with several queries.
 
-        Tiles with most keys come first, so that the last ones to run are short, and -1 behind them: there are as many
+        Tiles with most keys come first, so that the last ones to run are short, and -1 after them: there are as many
         as G sequences with T queries in all can need. Chunks of 5 and 3 queries in tiles of 4, sequences 0 and 1:
         (0, 0) (0, 4) (1, 0) before they are ordered; as many as for 4 and 4, 2 + (8 - 2) // 4.
         """
@@ -147,7 +147,7 @@ class DeviceBatch:
 
 
 def _fill(pairs: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int32]:
-    """The pairs, int32, and behind them (-1, -1) up to the count."""
+    """The pairs, int32, and after them (-1, -1) up to the count."""
     filled = np.full((count, 2), -1, dtype=np.int32)
     filled[: len(pairs)] = pairs
     return filled

@@ -1,6 +1,6 @@
 """The device code that decode and prefill share: tiles of keys into a softmax, its end, and which keys those are.
 
-Where blocks are sparse, the loop runs over the visible blocks only, numbered one behind the other: first the vertical
+Where blocks are sparse, the loop runs over the visible blocks only, numbered one after the other: first the vertical
 ones, then the local ones. `sparse_range` counts them, `attend` turns a number into a key's position.
 """
 

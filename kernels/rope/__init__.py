@@ -29,7 +29,7 @@ def apply_rope(
     """Rotate query [T, Hq, D] and key [T, Hkv, D] in place, their heads normed first if a norm is given.
 
     positions is int64 [T], each below num_positions; cos and sin are [num_positions, n], 2 n <= D. Without positions
-    row t of the tables is token t's. The two values of a pair lie n apart; what is behind 2 n is not rotated.
+    row t of the tables is token t's. The two values of a pair lie n apart; what is after 2 n is not rotated.
     """
     _check(query, key, positions, cos, sin, norm)
     if _runs_triton(query, key, positions, cos, sin, norm):

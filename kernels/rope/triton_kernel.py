@@ -1,4 +1,4 @@
-"""apply_rope on the GPU, with the norms of the heads before and the write to the cache behind, in one launch.
+"""apply_rope on the GPU, with the norms of the heads before and the write to the cache after, in one launch.
 
 Multiply and add are never fused: each is rounded by itself, as in the definition.
 """

@@ -34,7 +34,7 @@ def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int) -> Decod
 def store_tokens(last_tokens: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> None:
     """See the package."""
     ids = rows.long()
-    # What belongs to no row goes behind the last one.
+    # What belongs to no row goes after the last one.
     wide = torch.cat([last_tokens, last_tokens.new_zeros(1)])
     wide[torch.where(ids >= 0, ids, len(last_tokens))] = tokens
     last_tokens.copy_(wide[:-1])

@@ -99,7 +99,7 @@ class _Memory:
         return self.of(torch.empty(shape, dtype=dtype))
 
     def of(self, tensor: torch.Tensor) -> int:
-        """Address of the tensor's numbers, one behind the other."""
+        """Address of the tensor's numbers, one after the other."""
         self._kept.append(tensor.contiguous())
         return self._kept[-1].data_ptr()
 

@@ -17,7 +17,7 @@ class Case:
     vocab_size: int
     share: float = 0.5  # of the tokens that are forbidden
     is_strided: bool = False
-    more_bytes: int = 0  # of a mask, behind the vocabulary
+    more_bytes: int = 0  # of a mask, after the vocabulary
 
 
 CASES = (

@@ -27,7 +27,7 @@ def completion_key(request_id: int, seed: int) -> int:
 
 
 def token_at(key: AnyInt, position: AnyInt) -> AnyInt:
-    """The token of a completion behind its first `position` tokens, the prompt's included; for arrays, of each."""
+    """The token of a completion after its first `position` tokens, the prompt's included; for arrays, of each."""
     mixed = ((key ^ position * 0x9E3779B1 & 0xFFFFFFFF) * 0x2C1B3C6D) & 0xFFFFFFFF
     return mixed >> 15 & 0x7FFF
 

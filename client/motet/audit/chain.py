@@ -20,7 +20,7 @@ GENESIS = "0" * 64  # `prev` of the first line of a log
 # in the field that TORN_AFTER names: a line that was cut off may have lost its own `prev`.
 TORN_ACTION = "log.close_torn_line"
 TORN_AFTER = "follows"
-ROTATED_DIGITS = 6  # of the number behind the name of a rotated file: FILE.000001 is the oldest
+ROTATED_DIGITS = 6  # of the number after the name of a rotated file: FILE.000001 is the oldest
 
 
 def digest_of(line: bytes) -> str:

@@ -33,7 +33,7 @@ Subparsers: TypeAlias = Any  # argparse's own type is private
 
 
 def server_option(*, is_top: bool = False) -> argparse.ArgumentParser:
-    """The options of the server, TLS and the API key as a parent parser, allowed before and behind the command."""
+    """The options of the server, TLS and the API key as a parent parser, allowed before and after the command."""
     parent = argparse.ArgumentParser(add_help=False)
     default = os.environ.get("MOTET_SERVER") or DEFAULT_SERVER
     parent.add_argument(

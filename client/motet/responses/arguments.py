@@ -99,7 +99,7 @@ def _object_schema(schema: object, place: str) -> Mapping[str, Any]:
 
 
 def written_schema(schema: object, place: str) -> str:
-    """What stands behind %json in a rule. Raises GrammarError."""
+    """What stands after %json in a rule. Raises GrammarError."""
     if isinstance(schema, Mapping):
         if "x-guidance" in schema:
             raise GrammarError(place, 'has the member "x-guidance", which is not supported')

@@ -185,7 +185,7 @@ class _Writer:
         return self._rules.text(f"{thought} ({begun} calls){'*' if self._has_several else '?'} TEXT")
 
     def _fields(self, *, has_begun: bool) -> str:
-        """A field with a call, or with all of them. `has_begun`: behind the text that its opening mark begins with."""
+        """A field with a call, or with all of them. `has_begun`: after the text that its opening mark begins with."""
         tokens = self._form.mark_tokens
         begin = [] if has_begun else parts_of(self._open.text, tokens)
         values = [(quoted(function.name), f"call_{position}") for position, function in enumerate(self._functions)]
@@ -253,7 +253,7 @@ class _Thoughts:
     def rule(self, is_read: Callable[[str], bool], *, space: str = "") -> str:
         """What the prompt began, or what begins with a token of its own; empty: there is nothing of the kind.
 
-        `is_read`: whether what follows is read as what it is behind this text. `space` is written behind reasoning.
+        `is_read`: whether what follows is read as what it is after this text. `space` is written after reasoning.
         """
         field = self._field
         if field is None or field.close is None or not self.close:
@@ -275,7 +275,7 @@ def _until(rules: Rules, name: str, text: str, mark: list[str]) -> str:
 
 
 def _is_content(form: ResponseForm, before: str) -> bool:
-    """Whether a text behind `before` is read as content."""
+    """Whether a text after `before` is read as content."""
     parser = form.parser()
     events = parser.push(f"{before}a") + parser.finish()
     return "".join(event.text for event in events if isinstance(event, Content)) == "a"

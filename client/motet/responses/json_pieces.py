@@ -122,7 +122,7 @@ class JsonPieces:
     def _string(self, text: str, index: int) -> int:
         end = _STRING_RUN.match(text, index).end()  # type: ignore[union-attr]  # matches always
         if end > index or end == len(text):
-            return end  # a mistake behind it is met with the next call: it is no part of what was read
+            return end  # a mistake after it is met with the next call: it is no part of what was read
         if text[end] == "\\":
             self.state = State.ESCAPE
         elif text[end] != '"':

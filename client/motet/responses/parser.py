@@ -104,7 +104,7 @@ class ResponseParser:
         return events
 
     def _enter(self, match: tuple[Field, str, str | None] | None, position: int, *, is_beginning: bool = False) -> None:
-        """Begin a field behind its opening mark, or for None go back to the text outside of all fields."""
+        """Begin a field after its opening mark, or for None go back to the text outside of all fields."""
         template = self._template
         self._field = template.implicit if match is None else match[0]
         self._reader: CallReader | None = None

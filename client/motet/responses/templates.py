@@ -74,7 +74,7 @@ class ResponseTemplate:
 
     fields: Mapping[str, Field]
     implicit: Field | None  # None: text outside of all fields means nothing
-    start_anchor: Pattern | None  # what the completion begins behind, in a prompt
+    start_anchor: Pattern | None  # what the completion begins after, in a prompt
 
 
 def load_template(spec: object) -> ResponseTemplate:

@@ -34,7 +34,7 @@ class BaseWeights:
         self._files = {name: file for file in files for name in file.names if name.endswith(".weight")}
 
     def modules(self) -> dict[int, dict[str, str]]:
-        """Names of the modules in the checkpoint, by layer and by the path behind the layer's index."""
+        """Names of the modules in the checkpoint, by layer and by the path after the layer's index."""
         found: dict[int, dict[str, str]] = {}
         for tensor in self._files:
             name = tensor.removesuffix(".weight")
@@ -80,7 +80,7 @@ class BaseWeights:
 
 
 def split(module: str) -> tuple[int, str] | None:
-    """The layer of a module and its path behind the layer's index; None for a module outside of the layers."""
+    """The layer of a module and its path after the layer's index; None for a module outside of the layers."""
     parts = module.split(".")
     at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     return None if at is None else (int(parts[at]), ".".join(parts[at + 1 :]))

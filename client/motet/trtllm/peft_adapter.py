@@ -32,7 +32,7 @@ class PeftModule:
     """One linear that the adapter changes."""
 
     name: str
-    path: str  # behind the layer's index
+    path: str  # after the layer's index
     keys: Mapping[str, str]  # tensors in the file by part: "a", "b" and, of DoRA, "magnitude"
     scaling: float
 

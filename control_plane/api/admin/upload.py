@@ -133,7 +133,7 @@ class UploadReceiver:
     async def _begun(
         self, stream: AsyncIterable[Any], holder: Sequence[str], held: contextlib.AsyncExitStack
     ) -> tuple[PacedMessages, Any]:
-        """The messages behind the header, and the header as it came."""
+        """The messages after the header, and the header as it came."""
         held.enter_context(self._places.place(holder))
         messages = PacedMessages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
 
@@ -168,7 +168,7 @@ class Accepted:
     """A stream whose header is checked."""
 
     header: Any
-    messages: PacedMessages  # those behind the header
+    messages: PacedMessages  # those after the header
     directory: Path  # empty
     space: Reservation  # of the bytes that the header announces
 
@@ -313,7 +313,7 @@ class Upload:
                     chunks, unwritten, num_unwritten = unwritten, [], 0
                     await self._write(out, received, chunks)
         finally:
-            if unwritten:  # also of a call that broke: the next one continues behind them
+            if unwritten:  # also of a call that broke: the next one continues after them
                 await self._write(out, received, unwritten)
         if received.digest.hexdigest() != file.sha256:
             self._spool.is_ended = True

@@ -33,7 +33,7 @@ class Kind(IntEnum):
     READ = 2  # read one more message of the client
     RESPONSE = 3  # a message for the client
     BEGIN = 4  # send the initial metadata and say whether that went well
-    STATUS = 5  # the call ends so, behind its responses
+    STATUS = 5  # the call ends so, after its responses
     STOP = 6  # take no further calls, and end after so many milliseconds
     PING = 7  # show that the process runs
     # To the control plane.

@@ -40,7 +40,7 @@ class RemoteContext:
         self._serialize: Callable[[Any], bytes] | None = None
         self._clock = clock
         self._deadline_s = None if call.remaining_s is None else clock() + call.remaining_s
-        self._requests: deque[Any] = deque()  # that came and were not read, _EOF behind the last
+        self._requests: deque[Any] = deque()  # that came and were not read, _EOF after the last
         self._is_reading = False  # one more message was requested
         self._num_unwritten = 0  # responses that gRPC does not have yet
         self._waiters: set[asyncio.Future[None]] = set()  # of what reads, writes or begins
@@ -79,7 +79,7 @@ class RemoteContext:
         return self._is_over
 
     async def read(self) -> Any:
-        """The client's next message, or grpc.aio.EOF behind the last one."""
+        """The client's next message, or grpc.aio.EOF after the last one."""
         if not self._requests and not self._is_reading:
             self._is_reading = True
             self._send(Kind.READ, b"")

@@ -19,7 +19,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 MAX_RENDERED_CHARS = 4 * 2**20
-# Put behind the text of the message that stays open: the prompt ends where it appears. A template that strips texts
+# Put after the text of the message that stays open: the prompt ends where it appears. A template that strips texts
 # strips the space at its end.
 _OPEN_END = "MOTET_OPEN_END_OF_THE_LAST_MESSAGE "
 _PART = "a part of what is said"
@@ -140,7 +140,7 @@ def _joined(content: Any) -> str:
 
 
 def _with_open_end(content: Any) -> Any:
-    """A message's content with the mark behind its text, or behind its last part."""
+    """A message's content with the mark after its text, or after its last part."""
     if isinstance(content, str):
         return content + _OPEN_END
     return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _OPEN_END}]

@@ -188,7 +188,7 @@ class TextCodec:
     ) -> list[int]:
         """Token ids of a text, with the special tokens that the checkpoint adds.
 
-        Raises InvalidRequest on "text", ContextTooLong where no token fits behind it, and Exhausted where too many
+        Raises InvalidRequest on "text", ContextTooLong where no token fits after it, and Exhausted where too many
         texts wait to be encoded.
         """
         self._require_tokenizer()

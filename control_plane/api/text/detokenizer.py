@@ -192,7 +192,7 @@ class _WindowDetokenizer:
                 context, num_emitted = window, num_certain
             self._context, self._num_emitted, self._pending = context, num_emitted, []
         elif self._context and not num_unfinished:
-            self._pending = []  # tokens without text change nothing behind them
+            self._pending = []  # tokens without text change nothing after them
         return new
 
 

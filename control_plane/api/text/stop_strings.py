@@ -15,7 +15,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(dict.fromkeys(stops))
-        # By stop string: how many characters of it still match when the one behind k matched ones does not
+        # By stop string: how many characters of it still match when the one after k matched ones does not
         # (Knuth-Morris-Pratt).
         self.fallbacks = tuple(_fallbacks(stop) for stop in self.stops)
         self.first_chars = frozenset(stop[0] for stop in self.stops)
@@ -39,7 +39,7 @@ class StopMatcher:
         if not self._held and self._stops.first_chars.isdisjoint(text):
             return text
         buffer = self._held + text
-        end = len(text)  # nothing behind the first match matters
+        end = len(text)  # nothing after the first match matters
         for index, stop in enumerate(self._stops.stops):
             num_read = self._advance(index, text[:end])
             # Read to the end without a match, or matched earlier than the others, or together with them and longer.

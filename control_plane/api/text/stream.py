@@ -21,7 +21,7 @@ class Piece:
 class TextStream:
     """Takes tokens in order; `detokenizer` is None where the checkpoint has no tokenizer: then text is empty.
 
-    Stop strings are looked for in the text behind the first `min_tokens` tokens. `includes_stop`: what is found is
+    Stop strings are looked for in the text after the first `min_tokens` tokens. `includes_stop`: what is found is
     delivered too.
     """
 

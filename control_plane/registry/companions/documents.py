@@ -1,6 +1,6 @@
 """The documents that a version keeps of what its adapter brings, and the keys of its manifest that name them.
 
-They lie in the blob behind the chunks of weights, in the order of their names. Workers read neither.
+They lie in the blob after the chunks of weights, in the order of their names. Workers read neither.
 """
 
 from __future__ import annotations

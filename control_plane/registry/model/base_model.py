@@ -174,7 +174,7 @@ def _check_quantized(model_dir: Path, names: Collection[str]) -> None:
 
 
 def _shard_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the data behind it begins."""
+    """The header, and where the data after it begins."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -220,7 +220,7 @@ def _linears(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tupl
         parts = module.split(".")
         is_linear = len(shape) == 2 and "experts" not in parts and parts[-1] not in ROUTER_NAMES
         is_linear = is_linear and not parts[-1].endswith("norm")
-        if is_linear and int(match["index"]) < expected:  # layers behind the last predict further tokens
+        if is_linear and int(match["index"]) < expected:  # layers after the last predict further tokens
             sides = (shape[1], shape[0]) if model_type in _TRANSPOSED_TYPES else (shape[0], shape[1])
             linears[f"{layers_path(config)}.{int(match['index'])}.{module}"] = sides
     return linears, expected

@@ -88,7 +88,7 @@ class NamePattern(Generic[_T]):
         return value == named or self._first_place.get(value, place) < place
 
     def _named(self, module: str, default: _T) -> tuple[int, _T]:
-        """Place and value of the first name that fits; the default behind all keys."""
+        """Place and value of the first name that fits; the default after all keys."""
         names = ["^" + module, *suffixes(module)]
         if self._has_behind:
             names += [_BEHIND + end for end in names[2:]]

@@ -129,7 +129,7 @@ def layer_of(name: str) -> int | None:
 
 
 def _tail(name: str) -> str:
-    """The path behind the layer's index; empty outside of the layers."""
+    """The path after the layer's index; empty outside of the layers."""
     parts = name.split(".")
     at = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[at + 1 :])

@@ -260,7 +260,7 @@ def _check_end(reader: _Reader, document: dict[str, object]) -> None:
 
 
 def _read_documents(reader: _Reader, arrived: _Arrived) -> str:
-    """Read records and versions; the name of the member behind them."""
+    """Read records and versions; the name of the member after them."""
     while True:
         name = reader.next()
         match name.removesuffix(".json").split("/"):
@@ -316,7 +316,7 @@ def _is_same(one: StoredAdapter, other: StoredAdapter) -> bool:
 
 
 def _read_blob(store: ArtifactStore, reader: _Reader, name: str, arrived: _Arrived, on_blob: OnBlob) -> str:
-    """Store the blob whose manifest is the present member; the name of the member behind its files."""
+    """Store the blob whose manifest is the present member; the name of the member after its files."""
     match name.split("/"):
         case ["blobs", digest, "manifest.json"] if is_digest(digest):
             pass

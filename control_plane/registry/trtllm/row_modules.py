@@ -15,11 +15,11 @@ _EXPERTS = {13: GATE, 14: DOWN, 15: UP}
 
 
 class RowModules:
-    """The modules of one base model by layer and by their paths behind the layer's index."""
+    """The modules of one base model by layer and by their paths after the layer's index."""
 
     def __init__(self, targets: TargetModules) -> None:
         self._targets = targets
-        self._layers: dict[int, dict[str, str]] = {}  # layer -> path behind its index -> whole path
+        self._layers: dict[int, dict[str, str]] = {}  # layer -> path after its index -> whole path
         for name in targets.reported or targets.served:
             layer = layer_of(name)
             if layer is not None:

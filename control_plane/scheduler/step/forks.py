@@ -48,7 +48,7 @@ def reserve_forks(members: Items[Sequence], worker: WorkerState) -> None:
 
 
 def share_blocks(source: Row, fork: Row, num_common: int, worker: WorkerState) -> None:
-    """Let a fork start behind the first `num_common` tokens of the source's table. Its own blocks come after them.
+    """Let a fork start after the first `num_common` tokens of the source's table. Its own blocks come after them.
 
     num_common = 10 with blocks of 4: both hold the blocks of tokens 0-3 and 4-7; the block of tokens 8-11 is the
     source's, and the next block in the fork's table begins as its copy.

@@ -54,7 +54,7 @@ class Planner:
     def _fill_chunked(self, draft: PlanDraft, now_s: float) -> None:
         """Decodes, short unfinished prefills (those about to finish first), swapped, waiting requests, long prefills.
 
-        Only a request that is due (backfill.py) goes before swapped ones. Half of the budget behind the short prefills
+        Only a request that is due (backfill.py) goes before swapped ones. Half of the budget after the short prefills
         is kept for the long ones; they also take what the requests before them leave.
         """
         batch, prefilling = self._worker.rows.grouped()

@@ -97,7 +97,7 @@ class SwapSpace:
             self._leaving = [member for member in self._leaving if member is not sequence]
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back host blocks behind its computed tokens: it sat out a step after its blocks were moved."""
+        """Give back host blocks after its computed tokens: it sat out a step after its blocks were moved."""
         num_needed = -(-(sequence.num_known - 1) // self._block_size)
         if len(sequence.host_block_ids) > num_needed:
             host_blocks = sequence.take_host_blocks()

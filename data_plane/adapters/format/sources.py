@@ -137,7 +137,7 @@ class ControlPlaneSource:
         return data, self._chunks(read_manifest(data, digest), pieces)
 
     def _begin(self, digest: str, *, reads_files: bool) -> tuple[bytes, _Pieces]:
-        """The manifest, and the messages behind it."""
+        """The manifest, and the messages after it."""
         request = plan_pb2.FetchAdapterRequest(digest=digest, worker_id=self._worker_id, reads_files=reads_files)
         try:
             pieces = _Pieces(self._stub.FetchAdapter(request, timeout=self._timeout_s), digest)

@@ -141,7 +141,7 @@ class AdapterSteps:
         return LoraStep(self._arena.groups, self._table, needs, segments, linear, self._shrunk, slots, rotations)
 
     def _segments(self, token_slots: npt.NDArray[np.int32]) -> AdapterSegments:
-        # Columns of scales lie behind those of the slots: most steps need not look at them.
+        # Columns of scales lie after those of the slots: most steps need not look at them.
         has_scales = bool((token_slots >= self._num_slots).any())
         num_slots = self._table.num_columns if has_scales else self._num_slots
         if self._segments_on_host:

@@ -2,7 +2,7 @@
 
 What is launched, with which sizes and over which memory, follows from the key alone. A graph reads the numbers of its
 rows and the adapters of its tokens from tensors that stay, and everything else from the rows' state on the device. Rows
-behind those of the step are -1 and change nothing, so that a graph serves any smaller step.
+after those of the step are -1 and change nothing, so that a graph serves any smaller step.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def from_4_bits(
 ) -> torch.Tensor:
     """[out, in] in the dtype that the weight had before. Raises ConfigError.
 
-    `beside` has the tensors behind the weight's name: absmax, quant_map, nested_absmax, nested_quant_map. `state` is
+    `beside` has the tensors after the weight's name: absmax, quant_map, nested_absmax, nested_quant_map. `state` is
     the JSON that bitsandbytes writes, as bytes.
     """
     described = _state_of(name, state)

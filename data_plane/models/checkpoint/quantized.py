@@ -25,7 +25,7 @@ from data_plane.models.checkpoint.dequantize import from_4_bits, from_float8, fr
 from data_plane.models.checkpoint.shards import Shard, shards_of
 
 _PARTS_OF_4_BITS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_SCALES = ("_scale_inv", "_scale")  # behind the name of a float8 weight
+_SCALES = ("_scale_inv", "_scale")  # after the name of a float8 weight
 # Of activations, caches and layouts: what is stored of a weight does not depend on them.
 _LEFT_OUT = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale", ".weight_format")
 

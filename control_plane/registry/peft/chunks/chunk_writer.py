@@ -162,7 +162,7 @@ def _header(tensors: Sequence[ChunkTensor]) -> bytes:
 
 
 def _write_tensor(out: BinaryIO, source: TensorSource, tensor: PackedTensor, check: Callable[[], None]) -> None:
-    """Convert the tensor block by block, and write each block to its places behind `out`'s position."""
+    """Convert the tensor block by block, and write each block to its places after `out`'s position."""
     entry, itemsize = tensor.entry, ITEMSIZE[tensor.dtype]
     num_rows, num_columns = entry.shape if len(entry.shape) == 2 else (entry.shape[0], 1)
     wanted = tensor.size or entry.shape

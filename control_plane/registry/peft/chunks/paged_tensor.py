@@ -58,7 +58,7 @@ class PagedTensor:
         return self.shape[0] * self.page_bytes
 
     def write(self, out: BinaryIO, source: TensorSource, slice_values: int, check: Callable[[], None]) -> None:
-        """Write all pages behind `out`'s position, about `slice_values` at a time. Pages of zeros may be left out.
+        """Write all pages after `out`'s position, about `slice_values` at a time. Pages of zeros may be left out.
 
         Raises InvalidAdapter with all matrices whose values cannot be served. `check` is called before each slice.
         """

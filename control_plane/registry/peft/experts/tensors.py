@@ -111,7 +111,7 @@ class _Reader:
         self.names: dict[str, str] = {}
 
     def source(self) -> BinaryIO:
-        """The adapter's file, and the ordered copies behind its end."""
+        """The adapter's file, and the ordered copies after its end."""
         if not self._ordered.seek(0, io.SEEK_END):
             return self._file
         return cast(BinaryIO, _JoinedFiles(self._file, self._size, self._ordered))

@@ -19,7 +19,7 @@ from control_plane.registry.peft.target_modules import TargetModules
 
 _KEY_PREFIX = "base_model.model."
 BASE_LAYER_WEIGHT = "base_layer.weight"  # beside LoRA: module_plans.py reads it
-# Where PEFT puts a module that was trained whole, or wraps one: the name behind the module's, and what it is.
+# Where PEFT puts a module that was trained whole, or wraps one: the name after the module's, and what it is.
 _PARTS = {
     "weight": "weight",
     "bias": "bias",
