@@ -154,10 +154,10 @@ def print_launches(driver: Driver) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    torch.set_num_threads(1)
     print(f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}, no GPU")
     with tempfile.TemporaryDirectory(prefix="motet-host-time-") as name, hollow_gpu(Path(name)) as count:
         driver = make_driver(Path(name) / "model", options)
+        torch.set_num_threads(1)  # building an engine sets it: what a second thread does is no host time of a GPU
         with branches_of_a_gpu():
             print(
                 f"{'eager step':<28} {'bound':<7} {'launches':>8} {'least ms':>9} {'median ms':>9} {'us/launch':>10} "
