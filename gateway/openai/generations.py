@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from motet import AsyncClient, Chunk, GenerateOptions
+from motet import AsyncClient, Chunk, GenerateOptions, MotetError
 from motet.requests import Prompt
 
+_OF_A_PROMPT = frozenset({"text", "token_ids"})  # fields that differ among the prompts of a request
 _WAITING = 64  # chunks of several prompts that wait for their reader
 
 
@@ -36,7 +37,7 @@ async def _several(
                     await queue.put(item)
             await queue.put(None)
         except Exception as error:  # raised to the reader
-            await queue.put(error)
+            await queue.put(_about(error, position))
 
     tasks = [asyncio.ensure_future(run(position, prompt)) for position, prompt in enumerate(prompts)]
     try:
@@ -53,6 +54,14 @@ async def _several(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _about(error: Exception, position: int) -> Exception:
+    """The error, which says which prompt it is about if it is about one of them only."""
+    if not isinstance(error, MotetError):
+        return error
+    fields = {violation.field.partition(".")[0] for violation in error.field_violations}
+    return error.extended(f"this is about prompt[{position}] of the list") if fields & _OF_A_PROMPT else error
 
 
 async def _one(
