@@ -110,7 +110,7 @@ class Attempts:
         error = as_broken(error)
         self.contact.failed(error)
         if isinstance(error, DeadlineExceeded) and not is_said_by_server(error):
-            raise self.timed_out("the call got no response") from error
+            raise self.timed_out("the call had not ended") from error
         if not isinstance(error, Unavailable) or self._policy.max_attempts == 1 or is_made(error):
             raise self.contact.explained(error)
         if not is_repeatable and not is_undone(error):

@@ -136,7 +136,7 @@ def test_deadline_of_the_call_says_what_came_before_it() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         call.run(DeadlineExceeded("Stream removed (Deadline Exceeded)"))
     assert str(caught.value) == (
-        "the call got no response within timeout_s=10; before that: the connection broke to the server at "
+        "the call had not ended within timeout_s=10; before that: the connection broke to the server at "
         "host:50051: Socket closed"
     )
 
