@@ -6,9 +6,11 @@ Over a byte-level vocabulary of 131,072 tokens. Admission counts a new child aft
 which other processes do not change.
 
 Steps are those of a model with that vocabulary in which half of the rows have no constraint. The other half are, in
-turns, rows without a constraint, rows that follow a usual schema, and rows that follow the slowest grammars of the
-first table. The time of a step is the time between two tokens of every row that does not sit it out. The last number
-but two is the median step of a round over that of the same round without a constraint: median and range of the rounds.
+turns, rows that follow a usual schema, rows that follow the slowest grammars of the first table, and rows that follow
+new ones of either. The time of a step is the time between two tokens of every row that does not sit it out. Each series
+has two of rows without any constraint beside it, in which as many rows begin again in the same steps: one before it and
+one behind it. Ratios are those of the medians: median and range of the rounds, and how the two without a constraint
+differ.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import llguidance
@@ -30,6 +33,7 @@ from benchmarks.system import ROOT
 from contract.sampling import GRAMMAR_LIMITS
 from control_plane.constraints.compiler import ConstraintCompiler, ConstraintRefused
 from control_plane.scheduler.types import Vocabulary
+from data_plane.engine.engine import TorchEngine
 from data_plane.plan import RowConstraint
 from data_plane.plan import Vocabulary as WorkerVocabulary
 from tests.control_plane.constraints.abuse import CORPUS
@@ -97,36 +101,53 @@ def _measure_steps(slowest: list[tuple[str, str]], num_rows: int, num_rounds: in
     engine.read_vocabulary(vocabulary)
     usual = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA))
     half = num_rows // 2
-    grammars: dict[str, list[RowConstraint]] = {
-        "no constraint": [],
-        "a usual schema": [RowConstraint("usual", usual, vocabulary)],
-        "slow grammars": [RowConstraint(name, grammar, vocabulary) for name, grammar in slowest],
-    }
-    grammars["slow, each new"] = grammars["slow grammars"]
+    of_usual = [RowConstraint("usual", usual, vocabulary)]
+    of_slow = [RowConstraint(name, grammar, vocabulary) for name, grammar in slowest]
+    grammars = {"usual": of_usual, "usual, each new": of_usual, "slow": of_slow, "slow, each new": of_slow}
     print(f"{num_rows - half} rows without a constraint, and {half} rows with one; slow: {', '.join(dict(slowest))}")
-    steps: dict[str, list[Step]] = {name: [] for name in grammars}
-    medians: dict[str, list[float]] = {name: [] for name in grammars}  # of each round
-    for turn in range(num_rounds + 1):
-        for name, found in grammars.items():
-            constraints: list[RowConstraint | None] = [None] * num_rows
-            for place in range(half if found else 0):
-                constraints[num_rows - half + place] = found[place % len(found)]
-            rows = DecodingRows(engine, constraints, is_new="new" in name)
-            taken = [rows.step() for _ in range(STEPS_PER_ROUND)]
-            rows.end()
-            if turn:  # the first one warms up
-                steps[name] += taken[1:]  # in the first one all rows begin
-                medians[name].append(float(np.median([step.time_s for step in taken[1:]])))
-    for name, taken in steps.items():
-        times_ms = np.array([step.time_s for step in taken]) * 1000
-        middle, high = np.percentile(times_ms, [50, 99])
-        ratios = np.array(medians[name]) / np.array(medians["no constraint"])
-        print(
-            f"{name:16} {len(taken)} steps: p50 {middle:.1f} ms, p99 {high:.1f} ms, longest {times_ms.max():.1f} ms; "
-            f"p50 over that of none {np.median(ratios):.3f} ({ratios.min():.3f} to {ratios.max():.3f}); "
-            f"sat out {sum(step.num_waiting for step in taken) / (half * len(taken)):.1%}, "
-            f"constraints that failed {sum(step.num_failed for step in taken)}"
-        )
+    plain: list[RowConstraint | None] = [None] * num_rows
+    for name, found in grammars.items():
+        constrained = plain[half:] + [found[place % len(found)] for place in range(half)]
+        rounds = []
+        # Rows without a constraint that begin again where those with one do: they come first, so from the round before.
+        endings: list[frozenset[int]] | None = None
+        for _ in range(num_rounds + 1):
+            before = _series(engine, plain, False, endings)
+            taken = _series(engine, constrained, "new" in name, None)
+            endings = [step.ended for step in taken]
+            rounds.append((before, taken, _series(engine, plain, False, endings)))
+        _print_steps(name, half, rounds[1:])  # the first one warms up
+
+
+def _series(
+    engine: TorchEngine,
+    constraints: Sequence[RowConstraint | None],
+    is_new: bool,
+    endings: Sequence[Collection[int]] | None,
+) -> list[Step]:
+    rows = DecodingRows(engine, constraints, is_new=is_new)
+    taken = [rows.step(endings[number] if endings else None) for number in range(STEPS_PER_ROUND)]
+    rows.end()
+    return taken
+
+
+def _print_steps(name: str, num_constrained: int, rounds: Sequence[tuple[list[Step], list[Step], list[Step]]]) -> None:
+    times_ms = [[step.time_s * 1000 for each in rounds for step in each[place][1:]] for place in range(3)]
+    medians = np.array([[np.median([step.time_s for step in series[1:]]) for series in each] for each in rounds])
+    ratios = medians[:, 1] / medians[:, [0, 2]].mean(axis=1)
+    of_none = medians[:, 2] / medians[:, 0]
+    taken = [step for each in rounds for step in each[1][1:]]  # in the first one all rows begin
+    print(
+        f"{name:16} {len(taken)} steps: p50 {np.median(times_ms[1]):.1f} ms, p99 {np.percentile(times_ms[1], 99):.1f}, "
+        f"longest {max(times_ms[1]):.1f} (none: {np.median(times_ms[0] + times_ms[2]):.1f}, "
+        f"{np.percentile(times_ms[0] + times_ms[2], 99):.1f}, {max(times_ms[0] + times_ms[2]):.1f}); "
+        f"p50 over that of none {np.median(ratios):.3f} ({ratios.min():.3f} to {ratios.max():.3f}), "
+        f"of none over none {np.median(of_none):.3f} ({of_none.min():.3f} to {of_none.max():.3f}); "
+        f"sat out {sum(step.num_waiting for step in taken) / (num_constrained * len(taken)):.1%}, "
+        f"begun {sum(len(step.ended) for step in taken) / len(taken):.2f} a step, "
+        f"constraints that failed {sum(step.num_failed for step in taken)}",
+        flush=True,
+    )
 
 
 def _longest_mask(reader: llguidance.LLTokenizer, grammar: str, num_steps: int) -> tuple[float, str]:

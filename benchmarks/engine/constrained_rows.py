@@ -2,14 +2,15 @@
 
 A row whose text is complete or whose constraint failed is begun again, and so is each after `LIFE` tokens, as requests
 come and go. Its grammar is the same again, or one that the worker has not seen, as a client would send it that changes
-each a little: what was learnt of one that was slow does not help then.
+each a little: what was learnt of one that was slow does not help then. To begin rows takes time of a step by itself, so
+rows without constraints can begin again where others did.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +32,7 @@ class Step:
     time_s: float
     num_waiting: int  # rows that sat it out
     num_failed: int  # rows whose constraint failed
+    ended: frozenset[int]  # rows that begin again in the next one
 
 
 class DecodingRows:
@@ -50,8 +52,11 @@ class DecodingRows:
         self._to_free: list[int] = []
         self._step_id = 0
 
-    def step(self) -> Step:
-        """Every row decodes one token, or computes the last one of its prompt."""
+    def step(self, ending: Collection[int] | None = None) -> Step:
+        """Every row decodes one token, or computes the last one of its prompt.
+
+        `ending`: rows that begin again in the next step; None: those that are complete, failed, or old.
+        """
         self._step_id += 1
         new_rows = [self._new_row(row) for row in self._to_begin]
         plan = StepPlan(
@@ -65,11 +70,14 @@ class DecodingRows:
         time_s = time.perf_counter() - start_s
         assert len(output.failed_rows) == len(output.unconstrained_rows), "rows whose logits are not finite"
         self._ages += 1
-        ended = set(output.failed_rows.tolist()) | set(np.flatnonzero(self._ages >= LIFE).tolist())
-        ended |= set(output.rows[output.token_ids == END].tolist())
+        if ending is None:
+            ended = set(output.failed_rows.tolist()) | set(np.flatnonzero(self._ages >= LIFE).tolist())
+            ended |= set(output.rows[output.token_ids == END].tolist())
+        else:
+            ended = set(ending)
         self._to_begin = self._to_free = sorted(ended)
         self._ages[self._to_begin] = 0
-        return Step(time_s, len(output.waiting_rows), len(output.failed_rows))
+        return Step(time_s, len(output.waiting_rows), len(output.failed_rows), frozenset(ended))
 
     def end(self) -> None:
         """Free all rows."""
