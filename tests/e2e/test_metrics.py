@@ -36,6 +36,14 @@ class Watched:
         SCAN.look("the metrics", text)
         return text
 
+    def is_ready(self) -> bool:
+        try:
+            return self.text("/readyz") == "ok\n"
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            return False
+
     def value(self, name: str, **labels: str) -> float:
         """The sum over all series with these labels."""
         return sum(
@@ -126,7 +134,7 @@ def test_a_real_worker_shows_its_steps_and_loads(tmp_path: Path) -> None:
         flags = ["--num-blocks", "64", "--arena-bytes", "64MiB", "--pinned-bytes", "64MiB"]
         system.start_worker("real", [*flags, "--worker-metrics-listen", address])
         worker, client = Watched(system, address), system.client()
-        assert worker.text("/readyz") == "ok\n"
+        wait_until(worker.is_ready, "the worker knows that it is attached, which the control plane knows first")
         client.adapters.register("legal", make_adapter(tmp_path / "legal", checkpoint, seed=1))
         assert len(client.generate([5, 6, 7], adapter="legal", max_tokens=3, ignore_eos=True).result().token_ids) == 3
         wait_until(lambda: worker.value("motet_step_tokens_total", phase="decode") == 2, "two steps behind the prompt")
