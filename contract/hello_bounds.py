@@ -9,3 +9,4 @@ MAX_ROWS = 1 << 16  # requests at once
 MAX_STEP_TOKENS = 1 << 20  # tokens of a step
 MAX_HIDDEN_WIDTH = 1 << 20  # values of a hidden state
 MAX_SLOTS = 1 << 16  # adapters at once
+MAX_REASON_BYTES = 200  # why a target module takes no adapters, printable ASCII

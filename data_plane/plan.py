@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from contract.expert_names import of_expert
 from contract.fingerprint import NOT_QUANTIZED
+from contract.plan_stream.plan_bounds import MAX_ROW_ADAPTERS as MAX_ROW_ADAPTERS
 from contract.v1.sampling import SamplingValues
 
 Int32Array = npt.NDArray[np.int32]
@@ -40,9 +41,6 @@ class RowSampling(SamplingValues):
     biases: Float32Array | None = None  # [n] added to their logits
     min_tokens: int = 0  # generated tokens before which no banned token is sampled
     banned_token_ids: Int32Array | None = None  # [n]; set where min_tokens is
-
-
-MAX_ROW_ADAPTERS = 4  # that one row combines
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from contract import OLDEST_PROTOCOL, PROTOCOL
 from contract import sampling as sampling_params
+from contract.hello_bounds import MAX_REASON_BYTES
 from contract.v1 import plan_pb2
 from data_plane.errors import PlanRefused
 from data_plane.plan import (
@@ -50,7 +51,6 @@ _POOLING = {
     plan_pb2.POOLING_MEAN: PoolingKind.MEAN,
     plan_pb2.POOLING_FIRST: PoolingKind.FIRST,
 }
-_MAX_REASON_BYTES = 200
 _MAX_STEPS = 64  # of one plan: a worker does not listen before they are done
 
 
@@ -163,7 +163,7 @@ def encode_targets(modules: Sequence[TargetModule]) -> list[plan_pb2.TargetModul
             kind=_KINDS[module.kind],
             in_features=module.in_features,
             out_features=module.out_features,
-            reason=module.reason.encode("ascii", "replace").decode("ascii")[:_MAX_REASON_BYTES],
+            reason=module.reason.encode("ascii", "replace").decode("ascii")[:MAX_REASON_BYTES],
             num_experts=module.num_experts,
             is_interleaved=module.is_interleaved,
         )

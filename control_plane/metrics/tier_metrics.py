@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from contract.metrics.buckets import LOAD_BUCKETS
 from control_plane.observers.timings import FROM_CACHE, FROM_STORE
 
-LOAD_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 CALL_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
 _SOURCES, _OUTCOMES, _KINDS = (FROM_CACHE, FROM_STORE), ("ok", "failed"), ("read", "change")
 
@@ -16,7 +16,10 @@ class TierMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._round_trip = Histogram(
-            "motet_plan_stream_round_trip_seconds", "Of pings to workers.", buckets=CALL_BUCKETS, registry=registry
+            "motet_plan_stream_round_trip_seconds",
+            "Round trips of pings to workers.",
+            buckets=CALL_BUCKETS,
+            registry=registry,
         )
         loads = Histogram(
             "motet_slot_load_seconds",
@@ -25,7 +28,9 @@ class TierMetrics:
             buckets=LOAD_BUCKETS,
             registry=registry,
         )
-        sizes = Counter("motet_slot_load_bytes", "Of adapters that were loaded.", ["source"], registry=registry)
+        sizes = Counter(
+            "motet_slot_load_bytes", "Bytes of adapters that were loaded into slots.", ["source"], registry=registry
+        )
         self._loads = {source: (loads.labels(source), sizes.labels(source)) for source in _SOURCES}
         self._failed = Counter("motet_slot_load_failures", "Loads that workers could not do.", registry=registry)
         self._evicted = Counter("motet_slot_evictions", "Adapters that left their slots.", registry=registry)

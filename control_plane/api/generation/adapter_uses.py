@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from motet.v1 import generation_pb2
 
+from contract.plan_stream.plan_bounds import MAX_ROW_ADAPTERS
 from control_plane.checks import Violations, check_digest, refuse
 from control_plane.errors import FieldViolation, InvalidRequest
 from control_plane.registry.records import AdapterVersion, ResolvedAdapter
 from control_plane.registry.versions.version_names import version_name_of
 from control_plane.scheduler.types import AdapterUse, Combination, Composition
 
-MAX_ADAPTERS = 4
 MAX_SCALE = 100.0  # either sign
 
 _COMBINATIONS = {
@@ -73,8 +73,8 @@ def check_uses(request: generation_pb2.GenerateRequest, violations: Violations) 
         return CheckedUses((CheckedUse(name.adapter_id, name.selector, request.adapter_digest, 1.0),))
     if request.adapter:
         violations.add("adapters", "is set together with adapter; name all of them in adapters")
-    if len(request.adapters) > MAX_ADAPTERS:
-        violations.add("adapters", f"has {len(request.adapters)} adapters; use at most {MAX_ADAPTERS}")
+    if len(request.adapters) > MAX_ROW_ADAPTERS:
+        violations.add("adapters", f"has {len(request.adapters)} adapters; use at most {MAX_ROW_ADAPTERS}")
         return CheckedUses()
     if request.combination and len(request.adapters) == 1:
         violations.add("combination", "is set with one adapter; leave it unset, or name two or more")

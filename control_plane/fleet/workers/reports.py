@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from contract.expert_names import ANY, PROJECTIONS
+from contract.hello_bounds import MAX_REASON_BYTES
 from contract.v1 import plan_pb2
 from control_plane.errors import FieldViolation
 from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule, WorkerReport
@@ -17,7 +18,6 @@ _INT32_MAX = 2**31 - 1
 MAX_TARGET_ENTRIES = 1 << 12
 MAX_TARGET_MODULES = 1 << 16
 MAX_PATH_BYTES = 256
-MAX_REASON_BYTES = 200
 MAX_LAYER = 1 << 16
 MAX_EXPERTS = 1 << 12  # of a layer
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.([A-Za-z0-9_]+|\*))*")

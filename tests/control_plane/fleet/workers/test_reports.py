@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from contract.hello_bounds import MAX_REASON_BYTES
 from contract.v1 import plan_pb2
 from control_plane.errors import InvalidRequest
 from control_plane.fleet.gate.hello import check_hello
 from control_plane.fleet.workers.reports import (
     MAX_PATH_BYTES,
-    MAX_REASON_BYTES,
     MAX_TARGET_ENTRIES,
     MAX_TARGET_MODULES,
     report_of,
