@@ -69,18 +69,22 @@ class RequestMetrics:
         )
         self._output_token = Histogram(
             "motet_time_per_output_token_seconds",
-            "Of a request, the mean time between two tokens of a completion.",
+            "The mean time between two tokens of a completion, of each request.",
             buckets=OUTPUT_TOKEN_BUCKETS,
             registry=registry,
         )
         self._duration = Histogram(
             "motet_request_duration_seconds", "From arrival to the end.", buckets=DURATION_BUCKETS, registry=registry
         )
-        self._prompt_tokens = Counter("motet_prompt_tokens", "Of ended requests.", registry=registry)
+        self._prompt_tokens = Counter("motet_prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
         self._cached_tokens = Counter(
-            "motet_cached_prompt_tokens", "Of these, found in the prefix cache.", registry=registry
+            "motet_cached_prompt_tokens",
+            "Prompt tokens of ended requests that the prefix cache had.",
+            registry=registry,
         )
-        self._generated_tokens = Counter("motet_generated_tokens", "Of ended requests.", registry=registry)
+        self._generated_tokens = Counter(
+            "motet_generated_tokens", "Generated tokens of ended requests.", registry=registry
+        )
         self._by_adapter = _ByLabel("adapter", registry, clock)
         self._by_tenant = _ByLabel("tenant", registry, clock)
 
@@ -128,10 +132,13 @@ class _ByLabel:
     def __init__(self, label: str, registry: CollectorRegistry, clock: Callable[[], float]) -> None:
         self._requests = Counter(f"motet_{label}_requests", f"Ended requests by {label}.", [label], registry=registry)
         self._prompt_tokens = Counter(
-            f"motet_{label}_prompt_tokens", f"Of ended requests by {label}.", [label], registry=registry
+            f"motet_{label}_prompt_tokens", f"Prompt tokens of ended requests by {label}.", [label], registry=registry
         )
         self._generated_tokens = Counter(
-            f"motet_{label}_generated_tokens", f"Of ended requests by {label}.", [label], registry=registry
+            f"motet_{label}_generated_tokens",
+            f"Generated tokens of ended requests by {label}.",
+            [label],
+            registry=registry,
         )
         # Invariant: for the labels that have series. Finding them by `labels()` takes longer than counting.
         self._series: dict[str, tuple[Counter, Counter, Counter]] = {}

@@ -44,7 +44,7 @@ def _system(snapshot: Snapshot, model: str) -> Iterable[Metric]:
         ("vllm:num_requests_running", "Requests that are computed.", status.queues.num_running),
         ("vllm:num_requests_waiting", "Requests that wait to run.", status.queues.num_waiting),
         ("vllm:kv_cache_usage_perc", "Part of the KV blocks that requests hold, from 0 to 1.", usage),
-        ("vllm:gpu_cache_usage_perc", "As vllm:kv_cache_usage_perc, which was called so.", usage),
+        ("vllm:gpu_cache_usage_perc", "The same as vllm:kv_cache_usage_perc, under an earlier name.", usage),
     ):
         gauge = GaugeMetricFamily(name, text, labels=["model_name"])
         gauge.add_metric([model], value)
