@@ -36,12 +36,17 @@ CPU_ONLY = ("cpu.py", "native.py", "native_step.py", "reference.py")
 # Calls whose tensor is where it should be already, on a GPU too, and torch's form of attention on a CPU.
 HARMLESS = {
     "data_plane/models/slot_rotary.py:forward",  # transformers moves its frequencies to the device that they are on
+    "kernels/sampling/__init__.py:sample_and_check",  # looks whether logits are finite on a CPU alone
     *(
         f"kernels/paged_attention/batch.py:{name}"
         for name in ("on_host", "build", "_keys", "_decode", "_prefill", "_mask")
     ),
 }
-WAITING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "unique2", "equal")
+# In inference mode, in which steps run, `item` and `is_nonzero` are seen in the place of `_local_scalar_dense`.
+WAITING_OPS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "nonzero_numpy", "argwhere", "masked_select"}
+WAITING_OPS |= {"unique", "unique2", "_unique2", "unique_consecutive", "equal", "allclose"}
+# A mask among the indices of these is searched for non-zero values, below what is seen here.
+INDEXING_OPS = ("index", "index_put", "index_put_", "_index_put_impl_")
 ROWS, PROMPT = 6, [5, 9, 200, 31, 77]
 
 
@@ -56,7 +61,9 @@ class Moves(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in WAITING_OPS:
+        name = func.overloadpacket.__name__
+        is_search = (name in INDEXING_OPS and _has_mask(args[1])) or (name == "where" and len(args) == 1)
+        if is_search or name in WAITING_OPS:
             self.count()
         return func(*args, **(kwargs or {}))
 
@@ -79,6 +86,10 @@ def _place() -> str | None:
             return None if path.name in CPU_ONLY or name in HARMLESS else name
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return None
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _moves_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -228,8 +239,9 @@ def test_a_prefill_with_adapters_waits_for_nothing(engine: TorchEngine, moves: M
     assert set(moves.places) == {UPLOAD}
 
 
-def test_the_spy_finds_every_kind_of_wait(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proves that the tests above can fail."""
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_the_spy_finds_every_kind_of_wait(moves: Moves, monkeypatch: pytest.MonkeyPatch, is_inference: bool) -> None:
+    """Proves that the tests above can fail. Steps run in inference mode."""
     monkeypatch.setattr(sys.modules[__name__], "_place", lambda: "here")
     tensor = torch.ones(3)
     calls: list[Callable[[], object]] = [
@@ -240,8 +252,18 @@ def test_the_spy_finds_every_kind_of_wait(moves: Moves, monkeypatch: pytest.Monk
         lambda: bool(tensor.all()),
         lambda: tensor.nonzero(),
         lambda: tensor.tolist(),
+        lambda: int(tensor[0]),
+        lambda: float(tensor[0]),
+        lambda: 1 if tensor[0] else 2,
+        lambda: "abc"[tensor.long()[0]],
+        lambda: tensor[tensor > 0],
+        lambda: tensor.index_put_((tensor > 0,), tensor[0]),
+        lambda: torch.where(tensor > 0),
+        lambda: torch.equal(tensor, tensor),
+        lambda: tensor.unique(),
+        lambda: tensor.masked_select(tensor > 0),
     ]
-    with moves:
+    with moves, torch.inference_mode(is_inference):
         for number, call in enumerate(calls):
             moves.places.clear()
             call()

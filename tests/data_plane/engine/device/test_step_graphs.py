@@ -16,11 +16,11 @@ from data_plane.adapters.step.lora_step import LoraTier
 from data_plane.engine.build import build_engine
 from data_plane.engine.device.step_graphs import TIERS, Graph, GraphKey, StepGraphs
 from data_plane.engine.engine import TorchEngine
-from data_plane.plan import RowSampling
+from data_plane.plan import NewRow, RowSampling
 from kernels import native
 from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS, experts_of
 from tests.data_plane.engine.device.reruns import Body, Reruns
-from tests.data_plane.engine.planner import GREEDY, Job, Planner, array
+from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
 from tests.data_plane.engine.test_engine import PROMPT
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.e2e.scheduled import ingested, reported_by
@@ -92,6 +92,40 @@ def test_replayed_steps_have_the_tokens_of_steps_that_are_not(
     assert recorder.num_replays > 2
     has_vectors = any(key.tier is not None and key.tier.has_vectors for key in graphs.keys)
     assert has_vectors == (2 in slots), "recorded when the first adapter with vectors decodes"
+
+
+@pytest.mark.parametrize("slots", [[None] * 3, [0, 1, None]], ids=str)
+def test_rows_that_pause_are_left_alone_by_replays_for_as_many(
+    plain: TorchEngine, as_on_a_gpu: None, slots: list[int | None]
+) -> None:
+    """What a graph reads of rows may still name those of the step before."""
+    recorder = Reruns()
+    engine, _ = with_graphs(plain, recorder, (4,))
+
+    def tokens_of(engine: TorchEngine) -> list[dict[int, int]]:
+        new = [
+            NewRow(
+                row=row,
+                token_ids=array(PROMPT[: 3 + row]),
+                num_prompt_tokens=3 + row,
+                num_computed_tokens=0,
+                block_ids=array([3 * row, 3 * row + 1, 3 * row + 2]),
+                slot=slot,
+                slot_generation=0 if slot is None else 1,
+                sampling=DRAWN,
+            )
+            for row, slot in enumerate(slots)
+        ]
+        plans = [make_plan(1, new=new, prefills=[(row, 3 + row) for row in range(3)]), make_plan(2)]
+        plans += [make_plan(3, paused=[2]), make_plan(4), make_plan(5, paused=[0]), make_plan(6)]
+        plans += [make_plan(7, resumed=[0, 2]), make_plan(8), make_plan(9, freed=[0, 1, 2])]
+        outputs = [engine.execute(plan) for plan in plans]
+        return [dict(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)) for output in outputs]
+
+    expected = tokens_of(plain)
+    assert [len(tokens) for tokens in expected] == [3, 3, 2, 2, 1, 1, 3, 3, 0]
+    assert tokens_of(engine) == expected
+    assert recorder.num_replays == 7
 
 
 @pytest.mark.parametrize("arch", RECORDED_ARCHS)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from data_plane.adapters.arena.slots import table_bytes
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.kv_cache import KVCache
+from data_plane.errors import ConfigError
 from data_plane.models.loader import LoadedModel
-from data_plane.plan import StepOutput, StepPlan
+from data_plane.plan import MAX_ROW_ADAPTERS, StepOutput, StepPlan
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
 
@@ -90,8 +92,9 @@ def test_the_largest_step_decides_how_many_blocks_there_are(
     assert use.kv_bytes == engine.capacities.num_blocks * block_bytes
     # Half of the device, without what is held, the arena with its table, and the step: the rest is a block at most.
     probe_bytes = (200 + 64 + 200 + 1) * block_bytes
-    left = (32 << 20) - (10 << 20) + probe_bytes - STEP_BYTES - use.kv_bytes
-    assert 0 <= left - (1 << 20) < 1 << 20, "the slot table takes less than a MiB"
+    arena_bytes = (1 << 20) + table_bytes(engine.model.targets(), config.num_slots, 200 * MAX_ROW_ADAPTERS)
+    left = (32 << 20) - (10 << 20) + probe_bytes - arena_bytes - STEP_BYTES - use.kv_bytes
+    assert 0 <= left < block_bytes
     fewer = build_engine(
         worker_config(checkpoint, memory_utilization=0.5, memory_headroom_bytes=1 << 20, token_budget=512, **settings),
         memory=FakeMemory(),
@@ -135,6 +138,12 @@ def test_the_largest_step_keeps_the_logits_of_all_rows_and_those_that_a_prompt_m
     assert max(measured) == (64, 7 + prompt if max_rows == 7 else 1)
     assert max(kept for _, kept in measured) == max_rows + prompt
     assert (max_rows, max_rows) in measured, "the decodes of all rows"
+
+
+def test_graphs_that_are_recorded_later_have_their_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_plane.engine.build.check_graphs", lambda *_: None)  # a CPU records none
+    with pytest.raises(ConfigError, match=r"no KV block of .* fits: .* graphs 512\.0 MiB"):
+        build_engine(worker_config(checkpoint, num_blocks=None, cuda_graphs="2"), memory=FakeMemory())
 
 
 def test_named_blocks_run_no_step(checkpoint: Path, plans: list[StepPlan]) -> None:
