@@ -43,6 +43,9 @@ class RowSampling(SamplingValues):
     banned_token_ids: Int32Array | None = None  # [n]; set where min_tokens is
 
 
+GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)  # always the most likely token
+
+
 @dataclass(frozen=True, slots=True)
 class RowAdapter:
     """One of the adapters that a row combines."""

@@ -11,14 +11,12 @@ import logging
 import numpy as np
 
 from data_plane.errors import SelfCheckFailed
-from data_plane.plan import Capacities, Engine, NewRow, RowSampling, StepPlan
+from data_plane.plan import GREEDY, Capacities, Engine, NewRow, StepPlan
 
 logger = logging.getLogger(__name__)
 
 NUM_PROMPT, NUM_STEPS = 8, 3  # tokens; steps of one run, the prefill included
 FIRST_TOKEN = 10  # of the prompt: ordinary characters in most vocabularies, no special tokens
-
-_GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 def check_engine(engine: Engine) -> None:
@@ -51,7 +49,7 @@ def _generate(engine: Engine, capacities: Capacities, num_prompt: int) -> list[i
         block_ids=np.arange(num_blocks, dtype=np.int32),
         slot=None,
         slot_generation=0,
-        sampling=_GREEDY,
+        sampling=GREEDY,
     )
     prefill = StepPlan(1, new_rows=[row], prefills=np.array([[0, num_prompt]], dtype=np.int32))
     tokens: list[int] = []

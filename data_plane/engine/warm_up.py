@@ -17,7 +17,7 @@ from contract.hello_bounds import MAX_ROWS, MAX_STEP_TOKENS
 from contract.process_log import Progress, shown
 from data_plane.engine.engine import PROMPT_LOGITS_BYTES, TorchEngine
 from data_plane.errors import ArenaFull
-from data_plane.plan import Capacities, Int32Array, NewRow, RowSampling, StepPlan
+from data_plane.plan import GREEDY, Capacities, Int32Array, NewRow, RowSampling, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,7 @@ MANY_ROWS = (16, 64)
 # Long enough for attention to a sequence to be cut in parts.
 LONG_CONTEXT = 4096
 
-_GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-_DRAWN = replace(_GREEDY, temperature=1.0)
+_DRAWN = replace(GREEDY, temperature=1.0)
 # Most requests with a limit have no adjustment, and their positions are on the device.
 _LIMITED = replace(_DRAWN, top_k=20, top_p=0.9)
 _FILTERED = replace(_LIMITED, min_p=0.01)
@@ -50,7 +49,7 @@ _EVERYTHING = RowSampling(
     num_logprobs=1,
 )
 # A prompt's log-probabilities need the logits of its tokens, up to PROMPT_LOGITS_BYTES of them.
-_SCORED = replace(_GREEDY, num_prompt_logprobs=1)
+_SCORED = replace(GREEDY, num_prompt_logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class Case:
     num_context: int = 0  # tokens before them
     rank: int = 0  # of the rows' adapter; 0: none
     has_vectors: bool = False  # LoRA bias and DoRA scales
-    sampling: RowSampling = _GREEDY
+    sampling: RowSampling = GREEDY
     num_scored: int = 0  # tokens of the last row's prefill, whose log-probabilities are wanted; 0: it is as the others
 
 

@@ -22,7 +22,7 @@ _ADAPTER_PATTERN = re.compile(r"[a-z0-9._\-*?\[\]!]{1,128}")
 ADAPTER_PATTERN_FORM = (
     f"use an adapter's id, a pattern such as 'acme.*' with *, ? and [...], or {BASE_MODEL} for the base model"
 )
-_ROLES = {role.value: role for role in Role}
+ROLES = {role.value: role for role in Role}  # by the names that files and tokens use
 
 
 class InvalidAccessFile(ValueError):
@@ -111,13 +111,13 @@ def _tenants(value: object, where: str) -> tuple[str, ...]:
 
 
 def _roles(value: object, where: str) -> tuple[Role, ...]:
-    items = _strings(value, where, most=len(_ROLES))
+    items = _strings(value, where, most=len(ROLES))
     if not items:
-        raise InvalidAccessFile(f"{where}: is empty; use at least one of {', '.join(_ROLES)}")
+        raise InvalidAccessFile(f"{where}: is empty; use at least one of {', '.join(ROLES)}")
     for item in items:
-        if item not in _ROLES:
-            raise InvalidAccessFile(f"{where}: {shortened(item)} is not a role; use {', '.join(_ROLES)}")
-    return tuple(_ROLES[item] for item in items)
+        if item not in ROLES:
+            raise InvalidAccessFile(f"{where}: {shortened(item)} is not a role; use {', '.join(ROLES)}")
+    return tuple(ROLES[item] for item in items)
 
 
 def _strings(value: object, where: str, *, most: int) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from joserfc.jwk import Key
 from joserfc.jws import JWSRegistry
 from joserfc.util import urlsafe_b64decode
 
-from control_plane.access.authentication.grants import InvalidAccessFile, adapter_patterns
+from control_plane.access.authentication.grants import MAX_TENANTS, ROLES, InvalidAccessFile, adapter_patterns
 from control_plane.access.authentication.jwks import KeySource
 from control_plane.access.authenticator import Presented
 from control_plane.access.principal import ANY_TENANT, Principal, Role, of_roles
@@ -32,10 +32,8 @@ LEEWAY_S = 60  # that the clocks of issuer and server may differ by
 MAX_CHARS = 4096  # of a token
 MAX_CACHED = 4096  # verified tokens
 MAX_SUBJECT_CHARS = 255
-MAX_TENANTS = 100
 _TYPES = ("jwt", "at+jwt", "application/jwt", "application/at+jwt")  # others are no access tokens: logout+jwt, dpop+jwt
 _LATEST_S = 1e12  # an `exp` may be an integer, also a negative one, that no float can hold
-_ROLES = {role.value: role for role in Role}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +201,9 @@ def _roles(claim: object, name: str) -> list[Role]:
     items = claim.split() if isinstance(claim, str) else claim
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise _refused(f"has no claim {name!r} that lists roles")
-    known = [_ROLES[item] for item in items if item in _ROLES]
+    known = [ROLES[item] for item in items if item in ROLES]
     if not known:
-        raise _refused(f"has none of the roles {', '.join(_ROLES)} in its claim {name!r}")
+        raise _refused(f"has none of the roles {', '.join(ROLES)} in its claim {name!r}")
     return known
 
 

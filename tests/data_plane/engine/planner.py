@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data_plane.engine.engine import TorchEngine
+from data_plane.plan import GREEDY as GREEDY
 from data_plane.plan import Int32Array, NewRow, RowAdapters, RowSampling, StepOutput, StepPlan
-
-GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 @dataclass
