@@ -153,7 +153,7 @@ class ControlPlane:
     client_address: str  # HOST:PORT
     worker_address: str  # HOST:PORT
     fleet: Fleet
-    drain: Callable[[float], Awaitable[None]]  # no new work; streams finish for at most so many seconds
+    drain: Callable[[float], Awaitable[None]]  # no new work; streams may finish for this many seconds
     audit: AuditLog
 
 

@@ -143,7 +143,7 @@ class AsyncClient:
         """The embeddings of one input or several: of a text, of token ids, or of a list of these.
 
         They are those of the base model, or of `adapter`. `pooling`: "last" (the default), "mean" or "first".
-        `normalize`: divide each by its length, the default. `dimensions`: keep so many of the first values, before
+        `normalize`: divide each by its length, the default. `dimensions`: how many of the first values to keep, before
         that. `timeout_s` bounds the whole call. PoolingOptions lists further arguments.
         """
         call = embed_call(

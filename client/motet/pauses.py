@@ -17,7 +17,7 @@ class Pauses:
         self._changed = threading.Condition()
 
     def wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
-        """Wait so long, or until the client is closed or `is_over`, which is looked at after every `wake`."""
+        """Wait for `seconds`, or until the client is closed or `is_over`, which is called after every `wake`."""
         if self._sleep is not None:
             self._sleep(seconds)
             return
@@ -44,7 +44,7 @@ class AsyncPauses:
         self._sleepers: dict[object, asyncio.Future[None]] = {}  # by who waits
 
     async def wait(self, seconds: float, owner: object) -> None:
-        """Wait so long, or until the client is closed or `wake(owner)` is called."""
+        """Wait for `seconds`, or until the client is closed or `wake(owner)` is called."""
         if self.is_closed:
             return
         sleeper = self._sleepers[owner] = asyncio.ensure_future(self._sleep(seconds))

@@ -50,14 +50,14 @@ class GenerateOptions(SamplingOptions, ConversationOptions, total=False):
     combination: Combination | None  # how adapters are combined, as PEFT does: "cat" (default) or "linear"
     lora_task: LoraTask | int | None  # instead of adapter: weights sent under a number, or the number of such weights
     routing_key: str  # requests with equal keys get the same one of active version and canary; at most 128 bytes
-    max_tokens: int | None  # at most so many tokens are generated
+    max_tokens: int | None  # the largest number of tokens to generate
     n: int | None  # completions to return, each with its own index
     best_of: int | None  # completions to sample; the n most likely ones are returned at the end
     beam_search: BeamSearch | None  # instead of sampling; the n best completions are returned at the end
     constraint: Constraint | None  # what the text must be: JsonSchema, JsonObject, Regex, Choices, Lark, StructuralTags
     stop: str | Sequence[str]  # end before one of these strings
     stop_token_ids: Sequence[int]  # end after one of these tokens
-    min_tokens: int | None  # stop strings, stop tokens and end-of-sequence end no completion before so many tokens
+    min_tokens: int | None  # tokens before which no stop string, stop token or end-of-sequence ends a completion
     ignore_eos: bool | None  # go on after the end-of-sequence token
     token_bytes: bool  # with log-probabilities: the bytes of every token that has one
     include_stop: bool  # deliver the stop string that ended a completion, or the text of the stop token

@@ -322,7 +322,7 @@ class VersionRollout:
     canary_per_mille: int = 0  # the version becomes the canary with this share, in thousandths; implies keep_active
     version_labels: tuple[str, ...] = ()  # labels that point to the version from then on
     keep_versions: int | None = None  # how many of the newest versions are kept from then on; 0: all; None: as it is
-    ttl_s: float | None = None  # so long after the registration the adapter is deleted; None: as it is
+    ttl_s: float | None = None  # seconds from the registration to the deletion of the adapter; None: as it is
     hold: bool = False  # the version does not become active, also where none is; without a canary and version labels
 
 

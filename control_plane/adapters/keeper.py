@@ -37,7 +37,7 @@ class Keeper:
         clock: Callable[[], float] = time.time,
         wait: Callable[[asyncio.Event, float], Awaitable[None]] | None = None,
     ) -> None:
-        """`has_requests`: whether a request uses the version of this digest. `wait`: for the event, at most so long."""
+        """`has_requests`: whether a request uses the version of this digest. `wait`: waits for an event, for a time."""
         self._registry = registry
         self._life_cycle = life_cycle
         self._has_requests = has_requests

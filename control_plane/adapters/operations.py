@@ -69,7 +69,7 @@ class Operation:
         return may_see(caller.principal, caller.tenant, Ownership(self.owner), self.adapter_id)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done, at most so long. Whether it is done."""
+        """Wait until it is done, for `timeout_s` at most. Returns whether it is done."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._done.wait(), timeout_s)
         return self.is_done
@@ -201,7 +201,7 @@ class OperationStore:
         return [self._operations[key] for key in ids[start:end]], ids[end] if end < len(ids) else ""
 
     async def close(self, *, timeout_s: float) -> None:
-        """Let running operations finish for so long, then cancel them, deletions too: the next start ends those."""
+        """Let running operations finish for `timeout_s`, then cancel them, deletions too: the next start ends those."""
         if self._running:
             await asyncio.wait([operation._task for operation in self._running], timeout=timeout_s)
         left = [operation._task for operation in self._running]

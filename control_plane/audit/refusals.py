@@ -1,7 +1,7 @@
 """How many lines of the audit log refusals may take: a flood of them fills no disk.
 
-For each caller and reason so many refusals a second get a line; the rest are counted, and the count gets a line when
-the second is over. Used from one event loop.
+For each caller and reason a limited number of refusals a second get a line. The rest are counted, and the count gets a
+line when the second is over. Used from one event loop.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # a loaded machine may take long to start a process
 PING_EVERY_S = 2.0
-MAX_SILENT_PINGS = 10  # one that responded to none of so many in a row is hung: each of its connections waits for ever
+MAX_SILENT_PINGS = 10  # in a row without a response: the front end hangs, and each of its connections waits for ever
 END_TIMEOUT_S = 5.0  # beyond the time that calls may take
 RunCall = Callable[[RemoteContext], Awaitable[None]]
 

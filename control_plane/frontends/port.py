@@ -25,7 +25,7 @@ from control_plane.frontends.setup import FrontendSetup
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0  # before a front end that ended is started again
-STEADY_S = 60.0  # one that ran for so long begins with the first pause again
+STEADY_S = 60.0  # a front end that ran for this time begins with the first pause again
 
 
 class FrontendPort:

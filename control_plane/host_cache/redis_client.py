@@ -38,7 +38,7 @@ def check_access(access: RedisAccess) -> None:
 
 
 def make_client(access: RedisAccess, call_timeout_s: float, *, max_connections: int | None = None) -> Any:
-    """A client that tries nothing twice and waits for no call longer than so many seconds."""
+    """A client that tries nothing twice and waits for no call longer than its timeout."""
     return redis.Redis.from_url(
         **access.options(),
         socket_timeout=call_timeout_s / 2,

@@ -1,4 +1,4 @@
-"""Values of a label that clients choose, such as names of adapters: so many have series of their own."""
+"""Values of a label that clients choose, such as names of adapters: a bounded number have series of their own."""
 
 from __future__ import annotations
 

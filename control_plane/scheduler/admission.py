@@ -144,7 +144,7 @@ def _make_sequence(group: SequenceGroup, index: int, sampling: Sampling, *, want
 
 
 def _most_blocks(num_prompt: int, num_computed: int, num_sequences: int, block_size: int) -> int:
-    """KV blocks that so many sequences of one prompt hold at most; they share its full blocks but the last token's."""
+    """The most KV blocks that sequences of one prompt hold; they share its full blocks but the last token's."""
     num_shared = (num_prompt - 1) // block_size if num_sequences > 1 else 0
     return num_shared + num_sequences * (-(-num_computed // block_size) - num_shared)
 

@@ -89,7 +89,7 @@ class VirtualCounters:
         return self._tenant(tenant).counter
 
     def price_of(self, tenant: str, num_tokens: int) -> float:
-        """What so many tokens of a prompt add to the tenant's counter."""
+        """What computing `num_tokens` of a prompt adds to the tenant's counter."""
         return self._prefill_weight * num_tokens / self._tenant(tenant).weight
 
     def of_other_units(self) -> VirtualCounters:

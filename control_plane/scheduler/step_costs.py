@@ -56,7 +56,7 @@ class StepCosts:
             self.load_us, self.load_bytes = sorted(self._loads)[NUM_LOADS // 2]
 
     def is_swap_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether moving so many blocks out and in again costs less than computing so many tokens once more."""
+        """Whether moving the blocks out and in again costs less than computing the tokens once more."""
         return 2 * num_blocks * self.swap_us_per_block < num_tokens * self.prefill_us_per_token
 
     def is_expensive(self, arena_bytes: int, num_running: int) -> bool:

@@ -25,7 +25,7 @@ class Drafts:
     token_ids: Int64Array  # [sum of counts] in the order of the rows
 
     def first(self, most: int) -> Drafts:
-        """At most so many of each row."""
+        """The first draft tokens of each row, `most` at most."""
         within = np.arange(len(self.token_ids)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
         return Drafts(np.minimum(self.counts, most), self.token_ids[within < most])
 

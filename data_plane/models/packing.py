@@ -68,7 +68,7 @@ class SameTokens:
     other: ProbePass
     here: torch.Tensor  # int64 [n]
     there: torch.Tensor  # int64 [n]
-    window: int = 0  # so many neighbours are also compared by themselves; 0: only all tokens
+    window: int = 0  # neighbours that are also compared by themselves; 0: only all tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # A control plane that went away is logged at WARNING only after this time: it may be restarting, or the whole system
 # may be stopping.
 AWAY_S = 5.0
-REPEAT_S = 60.0  # the same reason is logged again after so long
+REPEAT_S = 60.0  # the same reason is logged again after this time
 
 
 class SessionLog:

@@ -82,9 +82,9 @@ def lines_of(adapter: Adapter) -> list[tuple[str, object]]:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--keep-versions", type=int, metavar="COUNT", help="keep so many of the newest versions; 0: all of them"
+        "--keep-versions", type=int, metavar="COUNT", help="how many of the newest versions to keep; 0: all of them"
     )
-    parser.add_argument("--ttl", type=float, metavar="SECONDS", help="delete the adapter after so many seconds")
+    parser.add_argument("--ttl", type=float, metavar="SECONDS", help="delete the adapter after this time")
 
 
 def role(adapter: Adapter, digest: str) -> str:

@@ -22,7 +22,7 @@ from control_plane.checks import refuse
 from control_plane.directory_lock import PRIVATE
 from control_plane.errors import UploadNotFound
 
-KEPT_S = 900.0  # so long the files of a broken upload stay
+KEPT_S = 900.0  # seconds for which the files of a broken upload stay
 MAX_KEPT_PER_TENANT = 16  # broken uploads
 MAX_KEPT = 64  # broken uploads of all tenants
 # Kept bytes of all tenants, as a multiple of what one tenant may have.
@@ -77,7 +77,7 @@ class Spools:
     """The spools of one server. `clock`: seconds. Used from one event loop."""
 
     def __init__(self, directory: Path, *, clock: Callable[[], float], max_tenant_bytes: int) -> None:
-        """`max_tenant_bytes`: so many bytes of broken uploads are kept for one tenant."""
+        """`max_tenant_bytes`: bytes of broken uploads that are kept for one tenant."""
         self._directory = directory
         self._clock = clock
         self._max_tenant_bytes = max_tenant_bytes

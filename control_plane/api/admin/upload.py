@@ -53,7 +53,7 @@ LEAST_BYTES_PER_S = 64 * 2**10
 # grpc.aio's clients report a write that fails in place of the refusal.
 DROP_BYTES = 64 * 2**20
 DROP_S = 1.0
-# Chunks go to the disk when so many bytes have come together: every write costs a change of threads.
+# Chunks go to the disk when this many bytes have come together: every write costs a change of threads.
 WRITE_BYTES = 256 * 2**10
 
 

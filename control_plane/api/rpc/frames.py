@@ -34,14 +34,14 @@ class Kind(IntEnum):
     RESPONSE = 3  # a message for the client
     BEGIN = 4  # send the initial metadata and say whether that went well
     STATUS = 5  # the call ends so, after its responses
-    STOP = 6  # take no further calls, and end after so many milliseconds
+    STOP = 6  # take no further calls, and end after this many milliseconds
     PING = 7  # show that the process runs
     # To the control plane.
     READY = 16  # the front end listens
     CALL = 17  # a call begins; no message is read before the control plane wants it
     REQUEST = 18  # a message of the client
     END = 19  # the client sends no more
-    WRITTEN = 20  # so many further responses were taken by gRPC
+    WRITTEN = 20  # gRPC took this many further responses
     BEGUN = 21  # the initial metadata was sent (1) or cannot be sent (0)
     GONE = 22  # the call is over at the client
     PONG = 23  # to a PING, at once

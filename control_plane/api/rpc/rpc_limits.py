@@ -83,7 +83,7 @@ class RpcLimits:
         return self._probes_arriving if method in self._by_method else self._arriving
 
     def content(self, holder: Holder, num_bytes: int) -> contextlib.AbstractContextManager[None]:
-        """Hold the message of a request, of so many bytes. Raises Exhausted."""
+        """Hold the bytes of a request's message while the block runs. Raises Exhausted."""
         if num_bytes <= SMALL_REQUEST_BYTES:
             return contextlib.nullcontext()
         return self._content.place(holder, num_bytes)

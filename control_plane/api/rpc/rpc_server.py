@@ -131,7 +131,7 @@ class RpcServer(grpc.aio.Server):
             self._connections.start(self._port)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Idempotent. Calls that run get so many seconds."""
+        """End the server; calls that run get `grace` seconds. Idempotent."""
         if self._connections is not None:
             await self._connections.close()
         await self._core.shutdown(grace)

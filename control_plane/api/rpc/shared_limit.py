@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from control_plane.errors import Exhausted
 
 RETRY_AFTER_S = 1.0
-RETRY_SPREAD = 1.5  # a client is given at most so many times the shortest wait
+RETRY_SPREAD = 1.5  # the longest wait that a client is given, in times of the shortest
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from control_plane.errors import ContextTooLong, FieldViolation
 
-# Canonical composition makes one character of at most so many (U+1F82 is a letter and three marks).
+# Canonical composition makes one character of at most this many (U+1F82 is a letter and three marks).
 _MAX_COMPOSED_CHARS = 4
 _BYTES = [f"<0x{value:02X}>" for value in range(256)]
 _KEEPING_NORMALIZERS = {"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"}

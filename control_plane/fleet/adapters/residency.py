@@ -19,7 +19,7 @@ from control_plane.scheduler.types import AdapterRef
 
 # Of an arena's bytes and slots: what pins may fill ahead of requests. The rest stays for adapters that nobody pins.
 PINNED_PART = 0.5
-# A pinned adapter that could not be loaded, or left again, is not tried for so long.
+# A pinned adapter that could not be loaded, or left again, is not tried for this time.
 PIN_BACKOFF_S = 30.0
 POLL_S = 0.05
 

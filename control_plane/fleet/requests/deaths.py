@@ -15,7 +15,7 @@ from control_plane.fleet.requests.jobs import Death, Job
 from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 DEATHS_TO_SUSPECT = 2
-# A request that is not a suspect is given up after so many deaths, or so many losses in a row without a token. This is
+# A request that is not a suspect is given up after more deaths, or more losses in a row without a token. This is
 # far above what happens to a request beside a poison request: its deaths are discounted once that is found.
 MAX_DEATHS = 8
 MAX_FRUITLESS_LOSSES = 3

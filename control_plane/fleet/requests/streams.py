@@ -40,8 +40,8 @@ class JobEvent:
 class Collecting(NamedTuple):
     """How long tokens may wait for further ones, so that they are read together."""
 
-    num_tokens: int  # for so many of each live index, at most MAX_UNREAD_TOKENS
-    wait_s: float  # for so long, above 0
+    num_tokens: int  # of each live index to wait for, at most MAX_UNREAD_TOKENS
+    wait_s: float  # the longest that a token waits, above 0
 
 
 class Place(NamedTuple):

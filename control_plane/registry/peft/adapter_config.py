@@ -64,7 +64,7 @@ class AdapterConfig:
         return not self.target_parameters.isdisjoint(suffixes(name))
 
     def rank_of(self, module: str, num_rows: int) -> int:
-        """Rank of A and B of `module`, whose A has so many rows. They decide where only an expression could say it."""
+        """Rank of A and B of `module`. The rows of its A decide where only a regular expression could say it."""
         if self.rank_pattern.may_be(module, num_rows, self.rank):
             return num_rows
         known = self.rank_pattern.known(module, self.rank)

@@ -60,7 +60,7 @@ class BlockPool:
         return block_id
 
     def take(self, num_blocks: int) -> list[int]:
-        """Blocks for one holder. The caller made sure that so many are available."""
+        """Blocks for one holder. The caller made sure that enough are available."""
         blocks: list[int] = []
         for _ in range(num_blocks):
             block_id = self.take_one()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-# A block is out of use after so many evictions for each block of the worker. If all prompts are new, an H200 that
+# A block is out of use after this many evictions for each block of the worker. If all prompts are new, an H200 that
 # computes 40 000 tokens a second evicts as many as its 32 768 blocks in 13 s.
 NUM_TURNS = 16
 

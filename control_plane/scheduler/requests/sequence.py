@@ -97,7 +97,7 @@ class Row:
         self.is_decoding = self.num_planned == self.prefill_end
 
     def plan_decodes(self, num_steps: int) -> None:
-        """Note that so many steps compute a token each."""
+        """Note that `num_steps` steps compute a token each."""
         self.num_planned += num_steps
         self.num_in_flight += num_steps
 
@@ -334,7 +334,7 @@ class SequenceGroup:
         self.is_paused = False
 
     def note_start(self, now_s: float, num_cached: int) -> bool:
-        """Note that the group starts, with so many cached tokens. Returns whether it starts for the first time."""
+        """Note that the group starts, with `num_cached` tokens. Returns whether it starts for the first time."""
         self.times_overtaken = 0
         if self.first_scheduled_s is not None:
             return False

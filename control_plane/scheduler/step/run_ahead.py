@@ -74,7 +74,7 @@ def _is_settled(draft: PlanDraft, worker: WorkerState) -> bool:
 
 
 def _blocks_short(rows: list[Row], block_size: int, num_more: int) -> list[tuple[Row, int]]:
-    """Rows that lack blocks for so many tokens beyond those planned, and how many blocks they lack."""
+    """Rows that lack blocks for `num_more` tokens beyond those planned, and how many blocks they lack."""
     return [
         (row, num_blocks)
         for row in rows

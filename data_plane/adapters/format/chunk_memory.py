@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-ALIGNMENT = 256  # each place begins at a multiple of so many bytes
+ALIGNMENT = 256  # each place begins at a multiple of this, bytes
 
 
 class ChunkMemory:

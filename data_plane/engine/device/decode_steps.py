@@ -70,7 +70,7 @@ class DecodeSteps:
         return self._graphs
 
     def record(self, recorder: Recorder, sizes: Sequence[int], *, has_adapters: bool) -> None:
-        """Record graphs for steps of up to so many rows each. The engine has no rows."""
+        """Record graphs for steps of up to each of these `sizes`, in rows. The engine has no rows."""
         graphs = StepGraphs(self._device_rows, self._steps, self._recorded_forward, recorder, sizes)
         graphs.record_all(has_adapters=has_adapters)
         self._graphs = graphs

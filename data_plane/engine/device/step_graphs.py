@@ -34,7 +34,7 @@ TIERS = (LoraTier(16, 16), LoraTier(16, 64), LoraTier(64, 16), LoraTier(64, 64))
 class GraphKey:
     """Which graph."""
 
-    num_rows: int  # at most so many in a step
+    num_rows: int  # the most that a step may have
     tier: LoraTier | None  # None: the base model
 
 
@@ -129,7 +129,7 @@ class StepGraphs:
         logger.info("graphs recorded number=%d time_s=%.1f", len(self._graphs), time.perf_counter() - started_s)
 
     def find(self, num_rows: int, token_slots: Int32Array) -> GraphKey | None:
-        """The smallest graph that serves a step of so many rows with these adapters; None: none does.
+        """The smallest graph that serves a step of `num_rows` with these adapters; None: none does.
 
         token_slots is int32 [num_rows] on the host, -1 for no adapter.
         """
