@@ -74,6 +74,15 @@ def test_the_gpu_kernel_copies_the_same(case: Case, device: torch.device) -> Non
         assert torch.equal(ours.cpu(), theirs)
 
 
+def test_blocks_past_2_to_the_31_words_are_copied(device: torch.device) -> None:
+    """Blocks of an odd number of bytes are copied byte by byte. Of 2 GiB the pages of three are ever touched."""
+    last = (1 << 31) // 257 + 2
+    cache = torch.empty(last + 1, 257, dtype=torch.uint8, device=device)
+    cache[last], cache[0], cache[1] = 5, 6, 7
+    triton_kernel.copy_blocks([cache], torch.tensor([[last, 0], [1, last - 1]]))
+    assert [cache[block].unique().tolist() for block in (0, 1, last - 1, last)] == [[5], [7], [7], [5]]
+
+
 def test_wrong_pairs_are_refused() -> None:
     caches, _ = make(CASES[1])
     with pytest.raises(ValueError, match="want int64"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +57,22 @@ def test_random_embeddings(sizes: tuple[tuple[int, ...], list[int]], vocabulary:
     ranks, slots = sizes
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     embedded(Case("random", tuple(slots), ranks, vocabulary, tile_width=page), device, 16, stride)
+
+
+def test_pages_past_2_to_the_31_values_are_read(device: torch.device) -> None:
+    """Of an arena of 4 GiB only the pages of these adapters are ever touched."""
+    near = to_device(make_group(CASES[1], (16,), torch.bfloat16).group.module(0), device)
+    first = (1 << 31) // near.pages[0].numel() + 1
+    pages = torch.empty(first + len(near.pages), *near.pages.shape[1:], dtype=torch.bfloat16, device=device)
+    pages[first:] = near.pages
+    slots = torch.tensor(CASES[1].token_slots, dtype=torch.int32, device=device)
+    ids, segments = torch.arange(len(slots), device=device), segments_in_torch(slots, 4, 16)
+    results = []
+    for module in (near, replace(near, pages=pages, page_ids=near.page_ids + first)):
+        h = torch.zeros(len(slots), 33, device=device)
+        triton_embedding.embed(ids, h, module, segments)
+        results.append(h)
+    assert torch.equal(*results) and results[0].any()
 
 
 def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:

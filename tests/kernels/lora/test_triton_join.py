@@ -67,12 +67,14 @@ def test_few_tokens_leave_one_plane(device: torch.device, monkeypatch: pytest.Mo
     assert not torch.equal(results[0], inputs.y)
 
 
-def test_pages_past_2_to_the_31_values_are_read(device: torch.device) -> None:
+@pytest.mark.parametrize("tile_width", [32, 8], ids=["whole tiles", "several tiles at once"])
+def test_pages_past_2_to_the_31_values_are_read(device: torch.device, tile_width: int) -> None:
     """Of an arena of 4 GiB only the pages of one adapter are ever touched."""
-    near = to_device(make_group(Case("near", (0, -1, 0), (9,), 64, 32, tile_width=32), (32,), torch.bfloat16), device)
+    case = Case("near", (0, -1, 0), (9,), 64, 32, tile_width=tile_width)
+    near = to_device(make_group(case, (32,), torch.bfloat16), device)
     module = near.group.module(0)
-    first = (1 << 31) // (8 * 32) + 1
-    pages = torch.empty(first + len(module.pages), 8, 32, dtype=torch.bfloat16, device=device)
+    first = (1 << 31) // (8 * tile_width) + 1
+    pages = torch.empty(first + len(module.pages), 8, tile_width, dtype=torch.bfloat16, device=device)
     pages[first:] = module.pages
     far_module: PagedModule = replace(module, pages=pages, page_ids=module.page_ids + first)
     segments = segments_in_torch(near.token_slots, 1, 16)

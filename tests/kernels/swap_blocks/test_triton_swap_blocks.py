@@ -47,3 +47,20 @@ def test_scattered_blocks_of_all_layers_are_one_launch_of_few_programs(
     pairs = torch.stack([torch.randperm(128)[:64], torch.randperm(64)], dim=1)
     Moves(caches, hosts).move(pairs, is_out=True)
     assert grids == [(MAX_PROGRAMS,)]
+
+
+def test_blocks_past_2_to_the_31_words_are_moved(device: torch.device) -> None:
+    """Blocks of an odd number of bytes are moved byte by byte. Of 2 GiB the pages of two are ever touched."""
+    last = (1 << 31) // 257 + 2
+    cache = torch.empty(last + 1, 257, dtype=torch.uint8, device=device)
+    cache[last] = 5
+    host = torch.zeros(3, 257, dtype=torch.uint8)
+    host[0] = 6
+    host = host.pin_memory() if device.type == "cuda" else host
+    moves = Moves([cache], [host])
+    moves.move(torch.tensor([[last, 2]]), is_out=True)
+    moves.move(torch.tensor([[0, last - 1]]), is_out=False)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert host.unique(dim=1)[:, 0].tolist() == [6, 0, 5]
+    assert [cache[block].unique().tolist() for block in (last - 1, last)] == [[6], [5]]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kernels.lora.layout import page_values
 from kernels.token_rows import reference, triton_kernel
 from kernels.token_rows.cases import CASES, Case, make
 
@@ -35,3 +38,22 @@ def test_the_kernel_replaces_the_same_logits(case: Case, planes: int, dtype: tor
     triton_kernel.replace_logits(actual, h, problem.token_slots, problem.table)
     reference.replace_logits(expected, h, problem.token_slots, problem.table, problem.slots)
     assert torch.equal(actual, expected)
+
+
+def test_rows_past_2_to_the_31_values_are_read(device: torch.device) -> None:
+    """Rows, their ids and biases. Of an arena of 8 GiB only the pages of these adapters are ever touched."""
+    problem = make(next(case for case in CASES if case.has_bias), torch.float32, device=device)
+    near, num_rows = problem.table, len(problem.token_slots)
+    first = (1 << 31) // near.pages[0].numel() + 1
+    pages = torch.empty(first + len(near.pages), *near.pages.shape[1:], device=device)
+    pages[first:] = near.pages
+    far = replace(near, pages=pages, values=page_values(pages), page_ids=near.page_ids + first)
+    h = torch.ones(1, num_rows, int(near.count.max()), device=device)
+    results = []
+    for table in (near, far):
+        embeddings = torch.zeros(num_rows, near.width, device=device)
+        logits = torch.zeros(num_rows, 100, device=device)
+        triton_kernel.replace_embeddings(embeddings, problem.token_ids, problem.token_slots, table, 3.0)
+        triton_kernel.replace_logits(logits, h, problem.token_slots, table)
+        results.append((embeddings, logits))
+    assert all(torch.equal(*pair) and pair[0].any() for pair in zip(*results, strict=True))
