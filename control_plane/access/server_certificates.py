@@ -85,9 +85,8 @@ def watch(cert: Path, key: Path, client_ca: Path | None, *, port: str) -> Watche
 def credentials(files: WatchedFiles[ServerCertificates]) -> grpc.ServerCredentials:
     """Credentials of a port that follow the files.
 
-    With authorities for peers, a peer without a certificate that they signed gets no connection. gRPC for Python can
-    only demand certificates or not request them: with "not required" it requests none, so that a certificate that a
-    handler sees has always been verified.
+    With authorities for peers, only a peer whose certificate they signed gets a connection. gRPC for Python either
+    demands certificates or requests none. So a certificate that a handler sees has always been verified.
     """
     served = files.value
 

@@ -1,10 +1,11 @@
 """The scheduler of one worker: requests and results in, plans and slot commands out.
 
 Pure and deterministic: no I/O, and the time is an argument. The fleet calls it from one task. The planner decides what
-a step contains. Plans may be made ahead of results. A request that leaves (ended, cancelled, preempted) keeps rows,
-blocks and slot until the results of all steps in flight that name it have come, so nothing that a worker may still
-touch is given away. Only blocks that a plan moves to host memory are free for that plan already. A plan may consist of
-such moves alone.
+a step contains. Plans may be made ahead of results.
+
+A request that leaves (ended, cancelled, preempted) keeps its rows, blocks and slot until the results of all in-flight
+steps that name it have come. So nothing that a worker may still touch is given away. There is one exception: blocks
+that a plan moves to host memory are free for that plan already. A plan may consist of such moves alone.
 """
 
 from __future__ import annotations

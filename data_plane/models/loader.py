@@ -176,10 +176,9 @@ def load_model(
     `read_weights` makes the model from the folder, its configuration and the dtype, with attention PROBE_NAME; None:
     the folder's weights are read.
 
-    dtype "auto" is the checkpoint's own. The model is checked for the longest context that can be served, which is the
-    least of its own limit, max_model_len and kv_tokens (the KV cache's tokens), or for max_adapter_model_len if that is
-    more, and for steps of up to max_step_tokens.
-    Only safetensors are read and no code of the checkpoint is run.
+    dtype "auto" is the checkpoint's own. The model is checked for steps of up to max_step_tokens, and for the longest
+    context that can be served: the least of its own limit, max_model_len and kv_tokens (the KV cache's tokens), or
+    max_adapter_model_len if that is more. Only safetensors are read, and no code of the checkpoint is run.
     """
     config = _read_config(model_dir)
     limit = context_limit(config, max_model_len)

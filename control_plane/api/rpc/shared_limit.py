@@ -29,9 +29,9 @@ class SharedLimit:
     """At most `limit` at once. Above the limit, holders that have less than their equal part still get a place.
 
     A holder is a path from the outside in, as Caller.holder makes it: tenant, principal and connection, or host and
-    connection. The equal part of a tenant is the limit over the number of tenants that hold anything; that of a
-    principal is its tenant's part over the number of this tenant's principals that hold anything; and so on. So more
-    keys or connections take nothing from other tenants. With k tenants of one principal and one connection each, at
+    connection. Only those that hold anything count. The equal part of a tenant is the limit over the number of tenants.
+    The part of a principal is its tenant's part over the number of this tenant's principals, and so on. So more keys or
+    connections take nothing from other tenants. With k tenants of one principal and one connection each, at
     most limit x H are held, H = 1 + 1/2 + ... + 1/k; p principals and c connections of each multiply it by theirs.
     """
 

@@ -2,10 +2,11 @@
 
 The algorithm is that of transformers' generate() (version 5), one prompt at a time. Each step ranks the continuations
 of all beams by the sum of their log-probabilities. Those among the best `width` that end (by a stop token or at the
-longest length) become hypotheses, scored by sum / length ** length_penalty, of which the best `width` are kept; the
-best `width` that do not end are the next beams. The search is over when no continuation is left, when `width`
-hypotheses are there and early_stopping is set, or when the best beam, scored at its present length, is no better than
-the worst of `width` hypotheses.
+longest length) become hypotheses, scored by sum / length ** length_penalty. The best `width` hypotheses are kept. The
+best `width` continuations that do not end are the next beams.
+
+The search is over when no continuation is left, or when `width` hypotheses exist and early_stopping is set, or when the
+best beam, scored at its present length, is no better than the worst of `width` hypotheses.
 
 transformers takes (1 + number of stop tokens) * width continuations of all beams, so that at least `width` do not end.
 The same beams follow from the `num_candidates` best tokens of each beam: its best `width` that do not end are among
