@@ -94,12 +94,11 @@ class HostTier:
         sizes = [chunk.size_bytes for chunk in manifest.chunks]
         taken = len(data) + sum(sizes if self._memory is None else map(taken_bytes, sizes))
         with self._lock:
-            if taken > self._budget_bytes:
+            reserved = self._used_bytes - sum(kept.size_bytes for kept in self._kept.values())
+            if reserved + taken > self._budget_bytes:
                 return None
-            while self._used_bytes + taken > self._budget_bytes and self._kept:
+            while self._used_bytes + taken > self._budget_bytes:
                 self._evict_oldest()
-            if self._used_bytes + taken > self._budget_bytes:  # other loads have reserved the rest
-                return None
             places = None
             if self._memory is not None and (places := self._places(self._memory, sizes)) is None:
                 return None

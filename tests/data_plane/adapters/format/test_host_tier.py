@@ -83,6 +83,17 @@ def test_an_adapter_above_the_budget_passes_and_evicts_nothing() -> None:
     assert source.opened == [small.digest, large.digest, large.digest]
 
 
+def test_what_other_loads_have_reserved_is_not_waited_for_by_evictions() -> None:
+    small, first, second = pack(8), pack(64, seed=1), pack(64, seed=2)
+    source, tier = CountedSource(small, first, second), HostTier(size(small) + size(first) + size(small) // 2)
+    read(tier, source, small)
+    _, chunks = tier.over(source).open(first.digest)
+    next(chunks)  # reserved
+    assert read(tier, source, second) == second.chunks
+    assert read(tier, source, small) == small.chunks and source.opened.count(small.digest) == 1, "it stayed"
+    assert tier.stats().num_adapters == 1
+
+
 def test_a_source_that_ends_early_leaves_nothing() -> None:
     packed = pack(8)
     tier = HostTier(1 << 20)
