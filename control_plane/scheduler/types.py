@@ -303,9 +303,8 @@ class StepPlan:
     fed_tokens: list[tuple[int, int]] = field(default_factory=list)  # (row, token id) of host-fed rows that decode
     swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (block, host block), first of all block moves
     swap_ins: list[tuple[int, int]] = field(default_factory=list)  # (host block, block), before block_copies
-    num_steps: int = (
-        1  # that the plan stands for: this one, then steps in which the same rows decode on, ids counting up
-    )
+    # That the plan stands for: this one, then steps in which the same rows decode on, ids counting up.
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
