@@ -61,7 +61,11 @@ def _about(error: Exception, position: int) -> Exception:
     if not isinstance(error, MotetError):
         return error
     fields = {violation.field.partition(".")[0] for violation in error.field_violations}
-    return error.extended(f"this is about prompt[{position}] of the list") if fields & _OF_A_PROMPT else error
+    return (
+        error.extended(f"this is about prompt number {position} of the list, counted from 0")
+        if fields & _OF_A_PROMPT
+        else error
+    )
 
 
 async def _one(

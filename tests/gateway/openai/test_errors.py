@@ -194,7 +194,7 @@ def test_a_prompt_that_is_too_long_is_a_status_before_the_stream(served: Served,
 
 
 def test_of_several_prompts_the_one_that_is_too_long_is_named(served: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"this is about prompt\[1\] of the list"):
+    with pytest.raises(openai.BadRequestError, match=r"this is about prompt number 1 of the list, counted from 0"):
         served.api.completions.create(model="legal", prompt=[[5, 6], [5] * 500, [7]])
     with pytest.raises(openai.BadRequestError) as raised:
         served.api.completions.create(model="legal", prompt=[[5, 6], [7]], temperature=-1)
