@@ -10,7 +10,6 @@ Not thread-safe: the arena locks.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +20,7 @@ from contract.packed_layout import page_widths
 from data_plane.adapters.arena.transfers import PinnedRing
 from data_plane.adapters.format.packed import is_finite
 from data_plane.adapters.format.paged import Bits
+from data_plane.adapters.free_runs import FreeRuns
 from data_plane.plan import TargetKind, TargetModule
 from kernels.devices import upload
 from kernels.lora import PAGE_RANKS, page_values
@@ -39,8 +39,8 @@ class PagePool:
         # Pages of a large CPU tensor take no memory before they are written. No page is read before it is written.
         self.pages = torch.empty(self.num_pages, PAGE_RANKS, self.tile_width, dtype=dtype, device=device)
         self.values = page_values(self.pages)  # float32 [num_pages, values_per_page], the same memory
-        # Invariant: sorted, no two runs touch, and sum of lengths + num_used == num_pages.
-        self._free: list[tuple[int, int]] = [(0, self.num_pages)] if self.num_pages else []  # (start, length)
+        # Invariant: the free pages and num_used are num_pages together.
+        self._free = FreeRuns(self.num_pages)
         self.num_used = 0
 
     @property
@@ -63,40 +63,17 @@ class PagePool:
             return None
         if num_pages == 0:
             return np.zeros(0, dtype=np.int64)
-        fitting = [run for run in self._free if run[1] >= num_pages]
-        chosen = [min(fitting, key=lambda run: run[1])] if fitting else sorted(self._free, key=lambda run: -run[1])
-        ids: list[npt.NDArray[np.int64]] = []
-        missing = num_pages
-        for start, length in chosen:
-            taken = min(length, missing)
-            index = bisect_left(self._free, (start, length))
-            self._free[index : index + 1] = [(start + taken, length - taken)] if taken < length else []
-            ids.append(np.arange(start, start + taken, dtype=np.int64))
-            missing -= taken
-            if missing == 0:
-                break
+        start = self._free.take(num_pages)
+        pieces = self._free.take_pieces(num_pages) if start is None else [(start, num_pages)]
         self.num_used += num_pages
-        return np.sort(np.concatenate(ids))
+        return np.sort(np.concatenate([np.arange(start, start + count, dtype=np.int64) for start, count in pieces]))
 
     def give_back(self, page_ids: npt.NDArray[np.int64]) -> None:
         """Return pages that `take` gave."""
         ordered = np.sort(page_ids)
         for first, count in runs(ordered):
-            self._insert(int(ordered[first]), count)
+            self._free.give_back(int(ordered[first]), count)
         self.num_used -= len(page_ids)
-
-    def _insert(self, start: int, length: int) -> None:
-        index = bisect_left(self._free, (start, 0))
-        if index < len(self._free) and self._free[index][0] < start + length:
-            raise AssertionError(f"page {self._free[index][0]} is given back twice")
-        if index and sum(self._free[index - 1]) > start:
-            raise AssertionError(f"page {start} is given back twice")
-        if index < len(self._free) and self._free[index][0] == start + length:
-            length += self._free.pop(index)[1]
-        if index and sum(self._free[index - 1]) == start:
-            previous_start, previous_length = self._free.pop(index - 1)
-            start, length = previous_start, previous_length + length
-        insort(self._free, (start, length))
 
     def zero(self, page_ids: npt.NDArray[np.int64]) -> None:
         """Clear pages before their next owner writes them."""
