@@ -14,6 +14,7 @@ from data_plane.engine.sampling.logprobs import LogprobsRequest
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, PooledRow, RowLogprobs, no_rows
 from kernels.devices import upload_all
+from kernels.groups import places_within
 from kernels.paged_attention import AttentionBatch
 
 
@@ -26,8 +27,7 @@ class Drafts:
 
     def first(self, most: int) -> Drafts:
         """The first draft tokens of each row, `most` at most."""
-        within = np.arange(len(self.token_ids)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
-        return Drafts(np.minimum(self.counts, most), self.token_ids[within < most])
+        return Drafts(np.minimum(self.counts, most), self.token_ids[places_within(self.counts) < most])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.buckets import bucket
+from kernels.groups import places_within
 
 # The fewest rows of a tensor core product.
 MIN_BLOCK_TOKENS = 16
@@ -150,10 +151,8 @@ def segments_on_host(
     counts = np.diff(begins, append=num_tokens)
     num_blocks = -(-counts // block_tokens)
     group = np.repeat(np.arange(len(begins)), num_blocks)
-    in_group = np.arange(len(group)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
-    start = begins[group] + in_group * block_tokens
-    end = np.minimum(start + block_tokens, begins[group] + counts[group])
-    columns = (ordered[begins][group], start, end)
+    firsts = begins[group] + places_within(num_blocks) * block_tokens
+    columns = (ordered[begins][group], firsts, np.minimum(firsts + block_tokens, begins[group] + counts[group]))
     slot, start, end = (torch.from_numpy(column.astype(np.int32)) for column in columns)
     return AdapterSegments(torch.from_numpy(order), slot, start, end, block_tokens, num_slots)
 

@@ -15,6 +15,7 @@ import torch
 
 from kernels.buckets import bucket
 from kernels.devices import upload_all
+from kernels.groups import places_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,7 @@ class DeviceBatch:
             counts = np.diff(self.host_start)
             num_tiles = np.where(counts > 1, -(-counts // queries_per_tile), 0)
             sequences = np.repeat(np.arange(len(counts)), num_tiles)
-            within = np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-            first = within * queries_per_tile
+            first = places_within(num_tiles) * queries_per_tile
             last_key = (self.host_lens - counts)[sequences] + first if self.is_causal else self.host_lens[sequences]
             order = np.argsort(-last_key, kind="stable")
             tiles = np.stack([sequences[order], first[order]], axis=1)
