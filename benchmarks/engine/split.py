@@ -65,7 +65,7 @@ def split(runs: Sequence[Run], wall_ns: int) -> dict[str, float]:
     return {part: ns / 1e6 for part, ns in spent.items()}
 
 
-def measure(step: Callable[[], None], num_steps: int, *, before: Callable[[], None] = lambda: None) -> Split:
+def measure(step: Callable[[], object], num_steps: int, *, before: Callable[[], None] = lambda: None) -> Split:
     """Medians over `num_steps` steps as they are, and as many that are recorded, in turn after one that warms up.
 
     `before` is called before each step and not measured.

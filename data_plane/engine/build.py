@@ -57,8 +57,8 @@ def build_engine(
 ) -> TorchEngine:
     """An engine that serves config.model_dir. Raises ConfigError naming the flag to set.
 
-    `lanes`: see TorchEngine. `memory`: that of the device if None. `read_weights`: see load_model; the checkpoint's
-    fingerprint is then that of its configuration.
+    `lanes`: see TorchEngine. `memory`: that of the device if None. `read_weights`: see load_model; the
+    fingerprint of a folder without weights is then that of its configuration.
     """
     torch.set_num_threads(config.num_threads)
     device = _device(config.device)
@@ -66,7 +66,7 @@ def build_engine(
     check_graphs(config, device.type)
     _set_up_native_code(config, device)
     try:
-        if read_weights is None:
+        if read_weights is None or any(config.model_dir.glob("*.safetensors")):
             fingerprint = checkpoint_fingerprint(config.model_dir)
         else:
             fingerprint = hashlib.sha256((config.model_dir / "config.json").read_bytes()).hexdigest()

@@ -1,0 +1,1 @@
+"""The targets for one GPU that `benchmarks.engine.step_times` does not measure."""
