@@ -16,6 +16,7 @@ import platform
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -35,25 +36,38 @@ NUM_EAGER_ADAPTERS = 8
 NUM_PINNED = 16  # adapters that the pinned memory of part loads holds
 
 
+class Parts:
+    """Runs the parts that are wanted, while there is time. A part that fails leaves the others theirs."""
+
+    def __init__(self, wanted: Sequence[str], limit_s: float | None) -> None:
+        self.left_out: list[str] = []
+        self.failed: list[str] = []
+        self._wanted = wanted
+        self._limit_s = limit_s
+        self._began_s = time.monotonic()
+
+    def run(self, part: str, measure: Callable[[], None]) -> None:
+        """Run it, unless it is not wanted or would begin too late."""
+        seconds = time.monotonic() - self._began_s
+        if part not in self._wanted:
+            return
+        if self._limit_s is not None and seconds > self._limit_s:
+            self.left_out.append(part)
+            return
+        print(f"[{seconds:.1f} s] {part}", flush=True)
+        try:
+            measure()
+        except Exception:
+            print(f"  {part} failed:\n{traceback.format_exc()}", flush=True)
+            self.failed.append(part)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    began_s = time.monotonic()
-    is_gpu = options.device == "cuda"
-    where = torch.cuda.get_device_name() if is_gpu else f"{platform.machine()}, CPU"
+    parts = Parts(options.only, options.limit_s)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, CPU"
     dtype = SHAPES[options.shape].dtype
     print(f"{where}, torch {torch.__version__}, {options.shape} {dtype}", flush=True)
-    left_out: list[str] = []
-
-    def may_begin(part: str) -> bool:
-        if part not in options.only:
-            return False
-        seconds = time.monotonic() - began_s
-        if options.limit_s is not None and seconds > options.limit_s:
-            left_out.append(part)
-            return False
-        print(f"[{seconds:.1f} s] {part}", flush=True)
-        return True
-
     with tempfile.TemporaryDirectory(prefix="motet-targets-", dir=options.folder) as folder:
         setup = Setup(
             device=torch.device(options.device),
@@ -66,59 +80,63 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         setup.make_checkpoint()
         if any(part in options.only for part in IN_ENGINE):
-            measure_engine(setup, options, may_begin)
+            measure_engine(setup, options, parts)
             free_memory(setup.device)
-        if may_begin("peers"):
-            peers.measure(setup, options.peer_prompt, options.peer_tokens)
-        if may_begin("served"):
-            served.measure(setup, options.served_tokens)
-    if left_out:
-        print(f"incomplete: {', '.join(left_out)} would have begun after {options.limit_s:g} s")
-    return INCOMPLETE if left_out else 0
+        parts.run("peers", lambda: peers.measure(setup, options.peer_prompt, options.peer_tokens))
+        parts.run("served", lambda: served.measure(setup, options.served_tokens))
+    if parts.left_out:
+        print(f"incomplete: {', '.join(parts.left_out)} would have begun after {options.limit_s:g} s")
+    if parts.failed:
+        print(f"failed: {', '.join(parts.failed)}")
+        return 1
+    return INCOMPLETE if parts.left_out else 0
 
 
-def measure_engine(setup: Setup, options: argparse.Namespace, may_begin: Callable[[str], bool]) -> None:
+def measure_engine(setup: Setup, options: argparse.Namespace, parts: Parts) -> None:
     """The parts that need one engine with adapters in its arena."""
     num_steps = max(base_only.num_steps(setup), loads.NUM_STEPS, host_part.MOST_STEPS)
     tokens_per_row = setup.context + num_steps + 2 * BLOCK_SIZE
     num_blocks = blocks_of(setup.num_rows, tokens_per_row) + blocks_of(1, host_part.PROMPT_TOKENS + 2)
-    sizes = {"num_blocks": num_blocks, "max_model_len": max(tokens_per_row, host_part.PROMPT_TOKENS + 16)}
     base_rows = sorted({1, setup.num_rows, options.most_rows})
     num_adapters = min(options.adapters, setup.num_rows)
-    is_base_measured = "base" in options.only
-    engine = setup.make_engine(
-        num_adapters=num_adapters + options.loads,
-        max_rows=max(base_rows) + 1,
-        graph_rows=base_rows if is_base_measured else [1, setup.num_rows],
-        **sizes,
-    )
-    for slot in range(num_adapters):
-        engine.arena.load_zeros(slot, 1, RANK, is_trained=True)
-    driver = Driver(engine)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if may_begin("base"):
-        plain = Driver(setup.make_engine(num_adapters=0, max_rows=max(base_rows) + 1, graph_rows=base_rows, **sizes))
-        base_only.measure(setup, driver, plain, base_rows, setup.num_rows * tokens_per_row)
-        del plain
-        free_memory(setup.device)
-    if may_begin("loads"):
-        variants = PackedVariants(setup, options.loads)
-        pinned_bytes = variants.size_bytes * min(options.loads, NUM_PINNED) * 5 // 4
-        tier = host_tier(
-            WorkerConfig(
-                control_plane="127.0.0.1:1",
-                model_dir=setup.model_dir,
-                device=setup.device.type,
-                pinned_bytes=pinned_bytes,
-            )
+
+    def make_driver(num_adapters: int) -> Driver:
+        engine = setup.make_engine(
+            num_adapters=num_adapters,
+            num_blocks=num_blocks,
+            max_rows=max(base_rows) + 1,
+            max_model_len=max(tokens_per_row, host_part.PROMPT_TOKENS + 2 * BLOCK_SIZE),
+            graph_rows=base_rows if "base" in options.only else [1, setup.num_rows],
         )
+        return Driver(engine)
+
+    driver = make_driver(num_adapters + options.loads)
+    for slot in range(num_adapters):
+        driver.engine.arena.load_zeros(slot, 1, RANK, is_trained=True)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    def measure_base() -> None:
+        base_only.measure(setup, driver, make_driver(0), base_rows, setup.num_rows * tokens_per_row)
+
+    def measure_loads() -> None:
+        variants = PackedVariants(setup, options.loads)
+        config = WorkerConfig(
+            control_plane="127.0.0.1:1",
+            model_dir=setup.model_dir,
+            device=setup.device.type,
+            pinned_bytes=variants.size_bytes * min(options.loads, NUM_PINNED) * 5 // 4,
+        )
+        tier = host_tier(config)
         assert tier is not None, "there are pinned bytes"
         print(f"loads of adapters of {variants.size_bytes / 1e6:.1f} MB beside {setup.num_rows} rows", flush=True)
         settle()
         loads.Loads(setup, driver, num_adapters, options.loads).measure(variants, tier)
         gc.unfreeze()
-    if may_begin("eager"):
-        host_part.measure(setup, driver, min(NUM_EAGER_ADAPTERS, num_adapters))
+
+    parts.run("base", measure_base)
+    free_memory(setup.device)
+    parts.run("loads", measure_loads)
+    parts.run("eager", lambda: host_part.measure(setup, driver, min(NUM_EAGER_ADAPTERS, num_adapters)))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

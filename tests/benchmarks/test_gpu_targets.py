@@ -43,7 +43,7 @@ def setup(tmp_path: Path) -> Setup:
         ("base", ["1 rows of 20 tokens", "3 rows of 20 tokens", "4 rows of "]),
         ("loads", ["no loads ", "3 loads, hashed", "3 loads, pinned", "a load of 2 at once takes"]),
         ("eager", ["1 rows, 0 adapters", "3 rows, 2 adapters", "3 rows and a prompt of 256, 2 adapters", "submit"]),
-        ("served", ["the engine's own step", "run 2: 3 streams of 20 + 6 tokens", "the device waits"]),
+        ("served", ["run 2: 3 streams of 20 + 6 tokens", "the device waits"]),
     ],
 )
 def test_a_part_prints_its_figures(
@@ -69,6 +69,20 @@ def test_peers_compute_the_same_first_tokens(tmp_path: Path, capsys: pytest.Capt
 def test_parts_that_would_begin_after_the_limit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, *SMALL, "--only", "peers,served", "--limit-s", "0"]) == INCOMPLETE
     assert "incomplete: peers, served would have begun after 0 s" in capsys.readouterr().out
+
+
+def test_a_part_that_fails_leaves_the_others_theirs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr("benchmarks.gpu_targets.peers.measure", fail)
+    assert main([*TINY, *SMALL, "--only", "peers,served"]) == 1
+    printed = capsys.readouterr().out
+    assert "RuntimeError: no room" in printed
+    assert "the engine's own step" in printed
+    assert printed.endswith("failed: peers\n")
 
 
 def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
