@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -17,6 +17,12 @@ from data_plane.errors import AdapterCorrupt, AdapterMismatch
 from data_plane.plan import ChunkBytes
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BITS = {4: torch.int32, 2: torch.int16}  # how the bits of a value are looked at, by its bytes
+# By dtype, the bits of infinity: those of the exponent. Values of larger bits, without the sign, are NaN.
+_INFINITY = {
+    dtype: int(torch.tensor(float("inf"), dtype=dtype).view(_BITS[dtype.itemsize]).item())
+    for dtype in TORCH_DTYPES.values()
+}
 
 
 class ModuleTensors(NamedTuple):
@@ -131,8 +137,10 @@ def _check_tensor(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tu
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every value is. The least and the largest value are infinite, or NaN, if any is.
+    """Whether every value of a tensor on the host is: of none of them all bits of the exponent are set.
 
-    `torch.isfinite` of bfloat16 takes ten times as long on a CPU: more than all the rest of a load.
+    By numpy, in this thread alone: torch's threads wait by spinning, which takes cores from the steps beside a load.
     """
-    return not tensor.numel() or all(math.isfinite(float(value)) for value in tensor.aminmax())
+    bits = tensor.contiguous().view(_BITS[tensor.itemsize]).numpy()
+    without_sign = bits & np.iinfo(bits.dtype).max
+    return not bits.size or int(without_sign.max()) < _INFINITY[tensor.dtype]

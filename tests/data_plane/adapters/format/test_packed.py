@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_plane.adapters.format.packed import is_finite
 
@@ -18,3 +21,23 @@ def test_one_value_that_is_not_finite_is_noticed_wherever_it_is(dtype: torch.dty
             tensor = largest.clone()
             tensor.view(-1)[place] = value
             assert not is_finite(tensor), (value, place)
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch is given to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_values_are_looked_at_without_the_threads_of_torch() -> None:
+    """They wait by spinning: those of two loads took the cores of the steps beside them."""
+    chunk = torch.zeros(64, 8, 1024, dtype=torch.bfloat16)
+    with Operations() as operations:
+        assert is_finite(chunk)
+    assert set(operations.names) <= {"aten.view.dtype", "aten.detach.default"}
