@@ -29,14 +29,15 @@ class PinnedRing:
     def fill(self, values: Bits, dtype: torch.dtype) -> torch.Tensor:
         """The values in pinned memory, until the second `fill` after this one. Call `queued` behind their copy.
 
-        Values that lie in such memory already are taken from there.
+        Values that lie in such memory already are taken from there. Either way at most NUM_BUFFERS copies of a load are
+        under way: what a step uploads waits behind them.
         """
+        if (event := self._copied[self._next]) is not None:
+            event.synchronize()
         if values.flags.writeable and values.flags.c_contiguous:
             kept = torch.from_numpy(values)
             if kept.is_pinned():
                 return kept.view(dtype)
-        if (event := self._copied[self._next]) is not None:
-            event.synchronize()
         if len(self._buffers[self._next]) < values.nbytes:
             self._buffers[self._next] = torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=True)
         filled = self._buffers[self._next][: values.nbytes]

@@ -123,6 +123,21 @@ def test_values_in_pinned_memory_are_copied_from_where_they_are(
     assert ring.fill(np.frombuffer(kept.tobytes(), "<i2"), torch.int16).tolist() == [7] * 12, "of a source, read only"
 
 
+def test_of_values_in_pinned_memory_two_copies_are_under_way_at_most(
+    cuda: LateCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step uploads waits behind all of them."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    ring, stream, copied = PinnedRing(), LateStream(), list[int]()
+    with cuda.using(stream):
+        for number in range(6):
+            ring.fill(values(number, 4), torch.int16)
+            stream.queued.append(partial(copied.append, number))
+            ring.queued()
+            assert number + 1 - len(copied) == min(number + 1, 2)
+    assert cuda.num_pinned == 0
+
+
 def test_a_load_copies_behind_the_steps_that_read_an_evicted_adapter_and_ends_with_its_copies(cuda: LateCuda) -> None:
     transfers, page, seen = Transfers(CUDA), torch.zeros(4), list[float]()
     freed_on: list[LateStream] = []
