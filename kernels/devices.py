@@ -67,6 +67,12 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def put_number(tensor: torch.Tensor, index: int, number: float) -> None:
+    """`tensor[index] = number` without waiting. For one element torch copies the number to a GPU, and waits for that
+    copy and so for all steps that are queued."""
+    tensor[index : index + 1].fill_(number)
+
+
 def packs_uploads(device: torch.device) -> bool:
     """Whether arrays go to the device together. On a CPU nothing is copied, so that packing is work for nothing."""
     return device.type != "cpu"

@@ -38,3 +38,23 @@ def test_a_steady_step_waits_for_nothing(tmp_path: Path) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [step.wait().rows.tolist() for step in pending] == [[0, 1, 2, 3]] * 2
+
+
+def test_adapters_come_and_go_beside_steps_that_wait_for_nothing(tmp_path: Path) -> None:
+    """Entering an adapter that was loaded, and evicting one, wait for no step that is queued."""
+    engine = build_engine(worker_config(make_checkpoint(tmp_path / "llama", "llama"), device="cuda"))
+    for slot in range(2):
+        engine.arena.load_zeros(slot, 1, 8, is_trained=True)
+    rows = [new_row(row, block_ids=array([2 * row, 2 * row + 1]), slot=0, slot_generation=1) for row in range(4)]
+    engine.execute(make_plan(1, new=rows, prefills=[(row, len(PROMPT)) for row in range(4)]))
+    engine.execute(make_plan(2))
+    for step in (3, 5):
+        engine.arena.load_zeros(2, step, 8, is_trained=True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            pending = [engine.submit(make_plan(step))]
+            engine.arena.evict(2, step)
+            pending.append(engine.submit(make_plan(step + 1)))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [each.wait().rows.tolist() for each in pending] == [[0, 1, 2, 3]] * 2

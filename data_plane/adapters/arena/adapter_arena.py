@@ -19,7 +19,7 @@ from data_plane.adapters.arena.module_groups import ModuleGroups
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement, place
 from data_plane.adapters.arena.rotary import Rotary, RotaryTables
-from data_plane.adapters.arena.slots import Load, ModulePages, ResidentAdapter, SlotTable
+from data_plane.adapters.arena.slots import Columns, Load, ModulePages, ResidentAdapter, SlotTable, TablesThere
 from data_plane.adapters.arena.transfers import Transfers
 from data_plane.adapters.arena.writing import AdapterWriter
 from data_plane.adapters.format.manifest import Manifest, read_manifest
@@ -27,7 +27,6 @@ from data_plane.adapters.format.packed import TORCH_DTYPES
 from data_plane.adapters.kinds.base_weights import BaseWeights
 from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource, TargetKind, TargetModule
-from kernels.devices import upload
 from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup, PagedModule
 
 logger = logging.getLogger(__name__)
@@ -113,8 +112,9 @@ class AdapterArena:
             with self._transfers.load():
                 self._pool.zero(page_ids[placement.num_matrix_pages :])  # all others are written as a whole
                 size_bytes = self._writer.write(load, manifest, chunks, placement, page_ids)
-                on_device = upload(page_ids, self._device)
-            self._publish(load, page_ids, on_device, placement, size_bytes, rotation, manifest.num_tokens)
+                columns = self.table.columns(placement.modules)
+                there = self.table.upload(page_ids, columns)
+            self._publish(load, page_ids, columns, there, placement, size_bytes, rotation, manifest.num_tokens)
         except BaseException as error:
             self._abandon(load)
             if isinstance(error, AdapterLoadError) or not isinstance(error, Exception):
@@ -148,9 +148,10 @@ class AdapterArena:
                 self._pool.zero(page_ids)
                 if has_vectors:
                     self._pool.write_values(page_ids[num_pages:], torch.ones(num_values))
-                on_device = upload(page_ids, self._device)
-            placement = Placement(modules, num_values, num_pages, len(page_ids))
-            self._publish(load, page_ids, on_device, placement, len(page_ids) * self._pool.page_bytes)
+                placement = Placement(modules, num_values, num_pages, len(page_ids))
+                columns = self.table.columns(placement.modules)
+                there = self.table.upload(page_ids, columns)
+            self._publish(load, page_ids, columns, there, placement, len(page_ids) * self._pool.page_bytes)
         except BaseException:
             self._abandon(load)
             raise
@@ -209,7 +210,8 @@ class AdapterArena:
         self,
         load: Load,
         page_ids: npt.NDArray[np.int64],
-        on_device: torch.Tensor,
+        columns: Columns,
+        there: TablesThere,
         placement: Placement,
         size_bytes: int,
         rotation: RotaryTables | None = None,
@@ -220,8 +222,8 @@ class AdapterArena:
             load.generation,
             load.digest,
             page_ids,
-            on_device,
-            self.table.columns(placement.modules),
+            columns,
+            there,
             placement.num_matrix_pages,
             placement.head,
             size_bytes,
@@ -290,7 +292,7 @@ class AdapterArena:
         logger.info("adapter evicted slot=%d generation=%d", slot, generation)
 
     def _remove(self, adapter: ResidentAdapter) -> None:
-        self._transfers.note_freed(adapter.page_ids_device)
+        self._transfers.note_freed(*adapter.there.all)
         self._generations[adapter.slot] = NOT_READY
         self._pool.give_back(adapter.page_ids)
         if adapter in self.unlisted:
@@ -341,7 +343,7 @@ class AdapterArena:
         """float32 logits [num_labels] of the score head of the adapter in a slot, of a hidden state float32 [width]."""
         adapter = self._ready[slot]
         assert adapter.head is not None, f"slot {slot} has no score head"
-        return adapter.head.logits(self._pool, adapter.page_ids_device[adapter.first_vector_page :], state)
+        return adapter.head.logits(self._pool, adapter.there.page_ids[adapter.first_vector_page :], state)
 
     def page_ids(self, slot: int) -> npt.NDArray[np.int64]:
         """The pages of the adapter in a slot that is ready."""

@@ -18,7 +18,7 @@ class PlacedHead:
     first_value: int  # index within the adapter's vectors
 
     def logits(self, pool: PagePool, vector_pages: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """float32 [num_labels] of a hidden state, float32 [in_features]. `vector_pages` int64: the adapter's vectors.
+        """float32 [num_labels] of a hidden state, float32 [in_features]. `vector_pages` int32: the adapter's vectors.
 
         Each state is multiplied by itself, so its logits do not depend on the rows beside it.
         """

@@ -13,6 +13,7 @@ import torch
 
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.plan import TargetKind, TargetModule
+from kernels.devices import put_number
 from kernels.token_rows import RowTable
 
 OUTER_KINDS = (TargetKind.EMBEDDING, TargetKind.HEAD)
@@ -62,9 +63,10 @@ class RowTables:
         begin = (start + first_vector_page) * self._values_per_page
         for name, part in rows.items():
             table = self.tables[name]
-            table.first[slot], table.count[slot] = start + part.first, part.num_rows
-            table.ids[slot] = begin + part.ids
-            table.bias[slot] = -1 if part.bias is None else begin + part.bias
+            put_number(table.first, slot, start + part.first)
+            put_number(table.count, slot, part.num_rows)
+            put_number(table.ids, slot, begin + part.ids)
+            put_number(table.bias, slot, -1 if part.bias is None else begin + part.bias)
             self.host_counts[name][slot] = part.num_rows
         self.host_has_rows[slot] = bool(rows)
         self.host_num_tokens[slot] = self.vocab_size if num_tokens is None else num_tokens
@@ -73,7 +75,7 @@ class RowTables:
         """Empty a slot."""
         if self.host_has_rows[slot]:
             for name, table in self.tables.items():
-                table.count[slot] = 0
+                put_number(table.count, slot, 0)
                 self.host_counts[name][slot] = 0
             self.host_has_rows[slot] = False
         self.host_num_tokens[slot] = self.vocab_size

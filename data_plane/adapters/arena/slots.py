@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from data_plane.adapters.arena.placed_head import PlacedHead
 from data_plane.adapters.arena.rotary import RotaryTables
 from data_plane.adapters.arena.row_tables import RowPages, RowTables
 from data_plane.plan import TargetKind, TargetModule
-from kernels.devices import upload
+from kernels.devices import put_number, upload_all
 from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup
 
 
@@ -47,6 +48,22 @@ class Columns:
     vectors: Mapping[str, npt.NDArray[np.int64]]  # by vector table: index within the adapter's vectors; -1: none
 
 
+@dataclass(frozen=True, slots=True)
+class TablesThere:
+    """What the slot table needs of an adapter, on the device: its load copies it, so that nobody else uploads any."""
+
+    page_ids: torch.Tensor  # int32
+    rank: torch.Tensor  # as in Columns
+    scaling: torch.Tensor
+    first: torch.Tensor
+    vectors: Mapping[str, torch.Tensor]
+
+    @property
+    def all(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor."""
+        return (self.page_ids, self.rank, self.scaling, self.first, *self.vectors.values())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentAdapter:
     """An adapter in a slot; never changes after it is published."""
@@ -55,8 +72,8 @@ class ResidentAdapter:
     generation: int
     digest: str
     page_ids: npt.NDArray[np.int64]
-    page_ids_device: torch.Tensor  # int64, the same
     columns: Columns
+    there: TablesThere
     first_vector_page: int  # index within its pages: float32 vectors of all target modules, side by side
     head: PlacedHead | None  # its score head, among the vectors
     size_bytes: int  # of all its matrices and vectors without page rounding
@@ -174,6 +191,13 @@ class SlotTable:
                 vectors[table][index] = start
         return Columns(rank, scaling, first, vectors)
 
+    def upload(self, page_ids: npt.NDArray[np.int64], columns: Columns) -> TablesThere:
+        """An adapter's pages and columns on the device, by one copy on the current stream. Any thread may call this."""
+        arrays: tuple[npt.NDArray[Any], ...]
+        arrays = (page_ids.astype(np.int32), columns.rank, columns.scaling, columns.first, *columns.vectors.values())
+        pages, rank, scaling, first, *vectors = upload_all(self.page_ids.device, *arrays)
+        return TablesThere(pages, rank, scaling, first, dict(zip(columns.vectors, vectors, strict=True)))
+
     def has_experts(self, slot: int) -> bool:
         """Whether the adapter in the slot has weights of experts."""
         return bool(self.host_rank[slot, self._is_expert].any())
@@ -198,7 +222,7 @@ class SlotTable:
         if self._rows.pop(slot, None) is not None:
             for column in (slot, *self._scaled.get(slot, ())):
                 self._empty(column)
-            self.generation[slot] = 0
+            put_number(self.generation, slot, 0)
             self.rotations.pop(slot, None)
             self.rows.remove(slot)
             self.version += 1
@@ -222,11 +246,11 @@ class SlotTable:
 
     def _empty(self, column: int) -> None:
         if column < self.num_slots:
-            self._rank[self._on_device + column] = 0
+            self._rank.index_fill_(0, self._on_device + column, 0)
             self.host_rank[column] = 0
             self.host_has_vectors[column] = False
         else:
-            self._rank[self._scalable + column] = 0
+            self._rank.index_fill_(0, self._scalable + column, 0)
 
     def _write_scaled(self, scaled: ScaledColumn) -> None:
         source, column = self._scalable + scaled.slot, self._scalable + scaled.column
@@ -254,22 +278,19 @@ class SlotTable:
         return start
 
     def _write(self, adapter: ResidentAdapter, start: int) -> None:
-        device = self.page_ids.device
-        columns = adapter.columns
+        columns, there, slot = adapter.columns, adapter.there, adapter.slot
         begin = (start + adapter.first_vector_page) * self._pool.values_per_page
-        first = np.where(columns.rank > 0, start + columns.first, 0).astype(np.int32)
-        vectors = {name: np.where(starts >= 0, begin + starts, -1) for name, starts in columns.vectors.items()}
-        slot = adapter.slot
-        self.page_ids[start : start + len(adapter.page_ids)] = adapter.page_ids_device.to(torch.int32)
+        self.page_ids[start : start + len(adapter.page_ids)] = there.page_ids
         entries = self._on_device + slot
-        self._first[entries] = upload(first, device)
-        self._rank[entries] = upload(columns.rank, device)
-        self._scaling[entries] = upload(columns.scaling, device)
-        for table, starts in vectors.items():
-            self._vectors[table][entries] = upload(starts, device)
-        self.generation[slot] = adapter.generation
+        # Nothing is uploaded here: behind the copies of loads under way, each upload would hold up the next step.
+        self._first[entries] = torch.where(there.rank > 0, there.first + start, 0)
+        self._rank[entries] = there.rank
+        self._scaling[entries] = there.scaling
+        for table, starts in there.vectors.items():
+            self._vectors[table][entries] = torch.where(starts >= 0, starts + begin, -1)
+        put_number(self.generation, slot, adapter.generation)
         self.host_rank[slot] = columns.rank
-        self.host_has_vectors[slot] = np.logical_or.reduce([starts >= 0 for starts in vectors.values()])
+        self.host_has_vectors[slot] = np.logical_or.reduce([starts >= 0 for starts in columns.vectors.values()])
         self.rows.put(slot, adapter.rows, adapter.num_tokens, start, adapter.first_vector_page)
         self._rows[slot] = (start, adapter)
         for scaled in self._scaled.get(slot, {}).values():
