@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 KNOWN_TRITON = "3.6."
 # What a launch may say of the compilation, beside constants.
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 # Keys of one kernel. Far more than a server has: sizes that change in each step are not part of a key.
 MAX_KEYS = 4096
 

@@ -6,18 +6,200 @@ The values are rounded where the expand would have stored them, so the bits are 
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
 from kernels.gated_activation.triton_kernel import gated
 from kernels.lora.expansion import Expansion
+from kernels.lora.launch import steps_of_program
 from kernels.lora.segments import padded_block_tokens
-from kernels.lora.triton_expand import expanded, folded_arguments
-from kernels.lora.triton_pages import block_tokens
+from kernels.lora.triton_expand import folded_arguments
+from kernels.lora.triton_pages import (
+    b_pages,
+    columns_in_runs,
+    completed,
+    h_of,
+    product,
+    runs_of,
+    spread,
+    tokens_in_rows,
+)
 from kernels.triton_launch import kernel
 
+NUM_WARPS, NUM_STAGES = 4, 2
 
-@kernel(do_not_specialize=["num_tokens", "num_blocks", "num_slots", "width", "stride_hp", "stride_hs"])
+
+@triton.jit
+def half(
+    base,  # float32 [rows, N]
+    h,
+    pages,
+    tokens,
+    is_row,
+    slot,
+    module,
+    first,
+    rank,
+    scaling,
+    column,  # of the module
+    out_features,
+    offs_n,
+    is_column,
+    y_columns,
+    dtype: tl.constexpr,
+    h_ptr,
+    pages_ptr,
+    page_ids_ptr,
+    values_ptr,
+    dora_scale_ptr,
+    lora_bias_ptr,
+    base_bias_ptr,
+    width,
+    stride_hp,
+    stride_hs,
+    stride_ht,
+    stride_dora_scale,
+    stride_lora_bias,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RUNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    H_ALIGN: tl.constexpr,
+    HAS_DORA_SCALE: tl.constexpr,
+    HAS_LORA_BIAS: tl.constexpr,
+    HAS_BASE_BIAS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+    PAGE_VALUES: tl.constexpr,
+):
+    """A tile of gate or up, rounded as an expand would store it."""
+    acc = product(
+        h, pages, tokens, is_row, module, first, rank, column, out_features, h_ptr, pages_ptr, page_ids_ptr, width,
+        stride_hp, stride_hs, stride_ht, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP, NUM_PLANES, H_ALIGN, TILE_WIDTH,
+        PAGE_RANKS,
+    )  # fmt: skip
+    if RUNS > 1:
+        acc = spread(acc, RUNS, ROWS)
+    total = completed(
+        acc, base, slot, module, rank, scaling, offs_n, is_column, y_columns, page_ids_ptr, values_ptr,
+        dora_scale_ptr, lora_bias_ptr, base_bias_ptr, width, stride_dora_scale, stride_lora_bias, True,
+        HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, PAGE_VALUES,
+    )  # fmt: skip
+    return total.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def y_tile(y_rows, offs_n, is_row, WIDTH: tl.constexpr):
+    """gate and up of some columns."""
+    is_y = is_row & (offs_n < WIDTH)
+    gate = tl.load(y_rows + offs_n, mask=is_y, other=0.0)
+    return gate, tl.load(y_rows + (WIDTH + offs_n), mask=is_y, other=0.0)
+
+
+@triton.jit
+def gate_tiles(
+    y_rows,  # [T, 1]
+    out_rows,  # [T, 1]
+    tokens,
+    is_token,
+    slot,
+    module,
+    first,
+    rank,
+    scaling,
+    h,
+    pages,
+    last,
+    up_first,
+    up_rank,
+    up_scaling,
+    up_h,
+    up_pages,
+    column_begin,
+    up_begin,
+    tiles,
+    out_features,
+    h_ptr,
+    pages_ptr,
+    page_ids_ptr,
+    values_ptr,
+    dora_scale_ptr,
+    lora_bias_ptr,
+    base_bias_ptr,
+    width,
+    stride_hp,
+    stride_hs,
+    stride_ht,
+    stride_dora_scale,
+    stride_lora_bias,
+    RUNS: tl.constexpr,  # in which `spread` leaves the columns; 1: they are not spread
+    ROWS: tl.constexpr,
+    dtype: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    H_ALIGN: tl.constexpr,
+    HAS_DORA_SCALE: tl.constexpr,
+    HAS_LORA_BIAS: tl.constexpr,
+    HAS_BASE_BIAS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+    PAGE_VALUES: tl.constexpr,
+):
+    """out of a program's tiles of columns."""
+    within, is_within = columns_in_runs(BLOCK_T, BLOCK_N, RUNS, ROWS)
+    is_row = is_token[:, None] & is_within
+    # The next tile's values of y are loaded while a tile is computed, unless that takes too many registers.
+    IS_AHEAD: tl.constexpr = RUNS > 1
+    if IS_AHEAD:
+        next_gate, next_up = y_tile(y_rows, column_begin + within, is_row, WIDTH)
+    for tile in range(0, tiles):
+        column = column_begin + tile * BLOCK_N
+        up_column = up_begin + tile * BLOCK_N
+        offs_n = column + within
+        is_column = offs_n < WIDTH
+        if IS_AHEAD:
+            gate, up = next_gate.to(tl.float32), next_up.to(tl.float32)
+            next_gate, next_up = y_tile(y_rows, offs_n + BLOCK_N, is_row & (tile + 1 < tiles), WIDTH)
+        else:
+            gate, up = y_tile(y_rows, offs_n, is_row, WIDTH)
+            gate, up = gate.to(tl.float32), up.to(tl.float32)
+        gate = half(
+            gate, h, pages, tokens, is_token, slot, module, first, rank, scaling, column, out_features,
+            offs_n, is_column, offs_n, dtype, h_ptr, pages_ptr, page_ids_ptr, values_ptr, dora_scale_ptr,
+            lora_bias_ptr, base_bias_ptr, width, stride_hp, stride_hs, stride_ht, stride_dora_scale,
+            stride_lora_bias, BLOCK_T, BLOCK_R, BLOCK_N, RUNS, ROWS, ONE_STEP, NUM_PLANES, H_ALIGN,
+            HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
+        )  # fmt: skip
+        up = half(
+            up, up_h, up_pages, tokens, is_token, slot, last, up_first, up_rank, up_scaling, up_column,
+            out_features, up_column + within, is_column, WIDTH + offs_n, dtype, h_ptr, pages_ptr,
+            page_ids_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr, width, stride_hp,
+            stride_hs, stride_ht, stride_dora_scale, stride_lora_bias, BLOCK_T, BLOCK_R, BLOCK_N, RUNS,
+            ROWS, ONE_STEP, NUM_PLANES, H_ALIGN, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH,
+            PAGE_RANKS, PAGE_VALUES,
+        )  # fmt: skip
+        # The pages of the next tile, so that its B can be loaded ahead.
+        pages = b_pages(
+            page_ids_ptr, first, 0, rank, column + BLOCK_N, out_features, BLOCK_R, BLOCK_N, TILE_WIDTH,
+            PAGE_RANKS,
+        )  # fmt: skip
+        up_pages = b_pages(
+            page_ids_ptr, up_first, 0, up_rank, up_column + BLOCK_N, out_features, BLOCK_R, BLOCK_N,
+            TILE_WIDTH, PAGE_RANKS,
+        )  # fmt: skip
+        tl.store(out_rows + offs_n, gated(gate, up, ACTIVATION).to(dtype), mask=is_row & is_column)
+
+
+@kernel(do_not_specialize=["num_tokens", "num_blocks", "num_slots", "num_tiles", "width", "stride_hp", "stride_hs"])
 def gate_expand_kernel(
     out_ptr,  # [T, WIDTH], contiguous
     y_ptr,  # [T, 2 WIDTH], dense
@@ -30,8 +212,9 @@ def gate_expand_kernel(
     num_tokens,
     num_blocks,
     num_slots,
+    num_tiles,  # of BLOCK_N columns that a program computes
     stride_yt,
-    # as `expanded` takes them
+    # as `product` and `completed` take them
     h_ptr,
     pages_ptr,
     page_ids_ptr,
@@ -55,6 +238,8 @@ def gate_expand_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RUNS: tl.constexpr,  # of columns that one token is spread in
+    ONE_STEP: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     H_ALIGN: tl.constexpr,
     HAS_DORA_SCALE: tl.constexpr,
@@ -66,52 +251,87 @@ def gate_expand_kernel(
 ):
     """out = activation(gate) * up of y + what its adapter adds, rounded to y's dtype before.
 
-    Grid: [blocks + runs of BLOCK_T tokens, column tiles]. The programs of runs compute tokens without an adapter.
+    Grid: [blocks + runs of BLOCK_T tokens, chunks of num_tiles column tiles]. The programs of runs compute tokens
+    without an adapter.
     """
     block = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK_N
+    column_begin = tl.program_id(1) * num_tiles * BLOCK_N
+    tiles = tl.minimum(num_tiles, tl.cdiv(WIDTH - column_begin, BLOCK_N))
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     if block < num_blocks:
+        # What depends on nothing but the last load is loaded before anything waits for it.
         slot = tl.load(block_slot_ptr + block)
-        tokens, is_token = block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T)
-        is_token = is_token & (slot >= 0) & (slot < num_slots)
+        start = tl.load(block_start_ptr + block)
+        end = tl.load(block_end_ptr + block)
+        if (slot >= 0) & (slot < num_slots):
+            module = tl.full((), 0, tl.int32)
+            last = tl.full((), 0 if IS_JOINT else 1, tl.int32)
+            table = last.to(tl.int64) * stride_table + slot
+            rank = tl.load(rank_ptr + slot)
+            first = tl.load(first_ptr + slot)
+            scaling = tl.load(scaling_ptr + slot)
+            up_rank = tl.load(rank_ptr + table)
+            up_first = tl.load(first_ptr + table)
+            up_scaling = tl.load(scaling_ptr + table)
+            tokens, is_token = tokens_in_rows(order_ptr, start, end, BLOCK_T)
+            first += tl.cdiv(rank, PAGE_RANKS) * in_tiles  # B lies behind A
+            up_first += tl.cdiv(up_rank, PAGE_RANKS) * in_tiles
+            out_features = 2 * WIDTH if IS_JOINT else WIDTH
+            up_begin = column_begin + (WIDTH if IS_JOINT else 0)
+            pages = b_pages(
+                page_ids_ptr, first, 0, rank, column_begin, out_features, BLOCK_R, BLOCK_N, TILE_WIDTH, PAGE_RANKS
+            )
+            up_pages = b_pages(
+                page_ids_ptr, up_first, 0, up_rank, up_begin, out_features, BLOCK_R, BLOCK_N, TILE_WIDTH, PAGE_RANKS
+            )
+            h = h_of(
+                h_ptr, tokens, is_token, module, 0, rank, width, stride_hp, stride_hs, stride_ht, BLOCK_T, BLOCK_R,
+                NUM_PLANES, H_ALIGN,
+            )  # fmt: skip
+            up_h = h_of(
+                h_ptr, tokens, is_token, last, 0, up_rank, width, stride_hp, stride_hs, stride_ht, BLOCK_T, BLOCK_R,
+                NUM_PLANES, H_ALIGN,
+            )  # fmt: skip
+            y_rows = y_ptr + (tokens * stride_yt)[:, None]
+            out_rows = out_ptr + (tokens * WIDTH)[:, None]
+            arguments = (
+                y_rows, out_rows, tokens, is_token, slot, module, first, rank, scaling, h, pages, last, up_first,
+                up_rank, up_scaling, up_h, up_pages, column_begin, up_begin, tiles, out_features, h_ptr, pages_ptr,
+                page_ids_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr, width, stride_hp, stride_hs,
+                stride_ht, stride_dora_scale, stride_lora_bias,
+            )  # fmt: skip
+            if end - start == 1:
+                gate_tiles(
+                    *arguments, RUNS, 1, dtype, WIDTH, ACTIVATION, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP,
+                    NUM_PLANES, H_ALIGN, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS,
+                    PAGE_VALUES,
+                )  # fmt: skip
+            elif end - start <= BLOCK_T // 2:
+                gate_tiles(
+                    *arguments, 2, BLOCK_T // 2, dtype, WIDTH, ACTIVATION, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP,
+                    NUM_PLANES, H_ALIGN, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS,
+                    PAGE_VALUES,
+                )  # fmt: skip
+            else:
+                gate_tiles(
+                    *arguments, 1, BLOCK_T, dtype, WIDTH, ACTIVATION, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP,
+                    NUM_PLANES, H_ALIGN, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS,
+                    PAGE_VALUES,
+                )  # fmt: skip
     else:
-        slot = -1
         run = (block - num_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
         is_token = run < num_tokens
         own = tl.load(token_slots_ptr + run, mask=is_token, other=0)
         is_token = is_token & ((own < 0) | (own >= num_slots))
-        tokens = run.to(tl.int64)
-    if tl.max(is_token.to(tl.int32), 0) > 0:
-        offs_n = column + tl.arange(0, BLOCK_N)
-        is_y = is_token[:, None] & (offs_n < WIDTH)[None, :]
-        rows_ptr = y_ptr + tokens * stride_yt
-        gate = tl.load(rows_ptr[:, None] + offs_n[None, :], mask=is_y, other=0.0).to(tl.float32)
-        up = tl.load(rows_ptr[:, None] + (WIDTH + offs_n)[None, :], mask=is_y, other=0.0).to(tl.float32)
-        if slot >= 0:
-            first = tl.full((), 0, tl.int32)
-            last = tl.full((), 0 if IS_JOINT else 1, tl.int32)
-            out_features = 2 * WIDTH if IS_JOINT else WIDTH
-            up_column = column + (WIDTH if IS_JOINT else 0)
-            rank = tl.load(rank_ptr + slot)
-            if rank > 0:
-                gate = expanded(
-                    gate, tokens, is_token, slot, first, rank, column, out_features, offs_n, h_ptr, pages_ptr,
-                    page_ids_ptr, first_ptr, scaling_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr,
-                    in_tiles, width, stride_hp, stride_hs, stride_ht, stride_table, stride_dora_scale,
-                    stride_lora_bias, BLOCK_T, BLOCK_R, BLOCK_N, NUM_PLANES, H_ALIGN, True, HAS_DORA_SCALE,
-                    HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
-                ).to(y_ptr.dtype.element_ty).to(tl.float32)  # fmt: skip
-            rank = tl.load(rank_ptr + last * stride_table + slot)
-            if rank > 0:
-                up = expanded(
-                    up, tokens, is_token, slot, last, rank, up_column, out_features, WIDTH + offs_n, h_ptr, pages_ptr,
-                    page_ids_ptr, first_ptr, scaling_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr,
-                    in_tiles, width, stride_hp, stride_hs, stride_ht, stride_table, stride_dora_scale,
-                    stride_lora_bias, BLOCK_T, BLOCK_R, BLOCK_N, NUM_PLANES, H_ALIGN, True, HAS_DORA_SCALE,
-                    HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
-                ).to(y_ptr.dtype.element_ty).to(tl.float32)  # fmt: skip
-        out_at = out_ptr + (tokens * WIDTH)[:, None] + offs_n[None, :]
-        tl.store(out_at, gated(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty), mask=is_y)
+        if tl.max(is_token.to(tl.int32), 0) > 0:
+            y_rows = y_ptr + (run.to(tl.int64) * stride_yt)[:, None]
+            out_rows = out_ptr + (run.to(tl.int64) * WIDTH)[:, None]
+            for tile in range(0, tiles):
+                offs_n = column_begin + tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                gate, up = y_tile(y_rows, offs_n, is_token[:, None], WIDTH)
+                active = gated(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
+                is_y = is_token[:, None] & (offs_n < WIDTH)
+                tl.store(out_rows + offs_n, active.to(dtype), mask=is_y)
 
 
 def tile_columns(expansion: Expansion) -> int | None:
@@ -130,7 +350,9 @@ def gated_activation(expansion: Expansion, activation: str, columns: int) -> tor
     if out.numel() == 0:
         return out
     rows = padded_block_tokens(segments.block_tokens)
-    gate_expand_kernel[(segments.num_blocks + ceil_div(num_tokens, rows), ceil_div(width, columns))](
+    num_tiles = steps_of_program(segments.num_blocks, ceil_div(width, columns))
+    programs = segments.num_blocks + ceil_div(num_tokens, rows)
+    gate_expand_kernel[(programs, ceil_div(width, num_tiles * columns))](
         out_ptr=out,
         order_ptr=segments.order,
         block_slot_ptr=segments.block_slot,
@@ -138,12 +360,16 @@ def gated_activation(expansion: Expansion, activation: str, columns: int) -> tor
         block_end_ptr=segments.block_end,
         num_tokens=num_tokens,
         num_blocks=segments.num_blocks,
+        num_tiles=num_tiles,
         **folded_arguments(expansion),
         WIDTH=width,
         IS_JOINT=group.num_modules == 1,
         ACTIVATION=activation,
         BLOCK_T=rows,
         BLOCK_N=columns,
-        num_warps=4,
+        RUNS=runs_of(columns, NUM_WARPS),
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        enable_fp_fusion=False,
     )
     return out

@@ -18,6 +18,9 @@ MIN_RANKS = 16  # of a shrink program: the fewest columns of a tensor core produ
 MAX_IN_COLUMNS = 128
 PART_COLUMNS = 512  # the least that is worth a program of its own
 MAX_PARTS = 16
+# Of an expand, if each takes more than one step: six for each multiprocessor of an H100.
+FEWEST_PROGRAMS = 768
+MAX_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,7 @@ class ShrinkLaunch:
         check_power_of_two("ranks", self.ranks, MIN_RANKS, 128)
         check_power_of_two("in_columns", self.in_columns, 16, MAX_IN_COLUMNS)
         check_power_of_two("num_warps", self.num_warps, 1, 16)
-        if not 1 <= self.num_stages <= 8:
-            raise ValueError(f"num_stages is {self.num_stages}, want 1 to 8")
+        _check_num_stages(self.num_stages)
 
     @classmethod
     def default(cls, width: int, page: int, dtype: str) -> ShrinkLaunch:
@@ -55,14 +57,16 @@ class ShrinkLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ExpandLaunch:
-    """Launch parameters of one expand program. It is never pipelined: its product has an operand in registers."""
+    """Launch parameters of one expand program."""
 
-    out_columns: int  # that it computes
+    out_columns: int  # of one of its steps
     num_warps: int = 4
+    num_stages: int = 2
 
     def __post_init__(self) -> None:
         check_power_of_two("out_columns", self.out_columns, 16, 512)
         check_power_of_two("num_warps", self.num_warps, 1, 16)
+        _check_num_stages(self.num_stages)
 
     @classmethod
     def default(cls, page: int) -> ExpandLaunch:
@@ -120,6 +124,21 @@ def part_steps(in_features: int, parts: int, in_columns: int) -> int:
     """
     columns = -(-in_features // (parts * MAX_IN_COLUMNS)) * MAX_IN_COLUMNS
     return -(-min(columns, in_features) // in_columns)
+
+
+def steps_of_program(num_blocks: int, num_steps: int) -> int:
+    """How many of num_steps steps over the columns an expand program takes, a power of two.
+
+    As many programs as a GPU runs at once, and not more: a program begins with loads that wait for each other, and its
+    steps then load ahead. 64 blocks of 112 steps: 8.
+    """
+    steps = max(1, num_blocks * num_steps // FEWEST_PROGRAMS)
+    return min(MAX_STEPS, 1 << (steps.bit_length() - 1))
+
+
+def _check_num_stages(num_stages: int) -> None:
+    if not 1 <= num_stages <= 8:
+        raise ValueError(f"num_stages is {num_stages}, want 1 to 8")
 
 
 @cache

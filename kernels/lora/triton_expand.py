@@ -1,9 +1,4 @@
-"""Expand on pages in Triton, for any mix of ranks and widths in one launch, with LoRA bias and DoRA scale.
-
-`expanded` is what the gate calls too, which reads y next and expands on the way, in place of a launch of its own (see
-kernels.lora.expansion). Both are compiled without fused multiply and add: a compiler could fuse in one kernel and not
-in the other, and bits would depend on which of them is launched.
-"""
+"""Expand on pages in Triton, for any mix of ranks and widths in one launch, with LoRA bias and DoRA scale."""
 
 from __future__ import annotations
 
@@ -16,61 +11,81 @@ import triton.language as tl
 from kernels.buckets import ceil_div
 from kernels.devices import device_name
 from kernels.lora.expansion import Expansion
-from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
+from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch, steps_of_program
 from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, ModuleGroup
 from kernels.lora.segments import AdapterSegments, padded_block_tokens
-from kernels.lora.triton_pages import block_tokens, load_vector, page_offsets, pages_at
+from kernels.lora.triton_pages import (
+    EXPAND_RANKS,
+    LEAST_EXPAND_RANKS,
+    b_pages,
+    columns_in_runs,
+    completed,
+    h_of,
+    product,
+    runs_of,
+    spread,
+    tokens_in_rows,
+)
 from kernels.triton_launch import kernel
 
-# Ranks of one step of a program at most, and at least: of an instruction, which sums them in their order. Steps of
-# either size have the same bits, for ranks that do not exist add zeros. On an H100 the smaller one takes a fifth less.
-EXPAND_RANKS, LEAST_EXPAND_RANKS = 32, 16
-# How every kernel is compiled that expands.
-AS_EXPAND = {"num_stages": 1, "enable_fp_fusion": False}
-
 
 @triton.jit
-def columns_of(module, OUT_FEATURES: tl.constexpr, NUM_MODULES: tl.constexpr):
-    """(first column of the module in y, number of its columns): modules lie side by side."""
+def module_of(chunk, chunk_columns, OUT_FEATURES: tl.constexpr, NUM_MODULES: tl.constexpr):
+    """Of the module that the chunk is of: (its index, its first column in y, its columns, the chunk's first of these).
+
+    Modules lie side by side, and each is cut in chunks by itself.
+    """
+    module = 0
     begin = 0
     out_features = OUT_FEATURES[0]
+    chunks_before = 0
     for other in tl.static_range(1, NUM_MODULES):
-        begin += tl.where(module >= other, OUT_FEATURES[other - 1], 0)
-        out_features = tl.where(module == other, OUT_FEATURES[other], out_features)
-    return begin, out_features
+        past = chunks_before + tl.cdiv(out_features, chunk_columns)
+        is_past = (module == other - 1) & (chunk >= past)
+        module = tl.where(is_past, other, module)
+        begin = tl.where(is_past, begin + OUT_FEATURES[other - 1], begin)
+        out_features = tl.where(is_past, OUT_FEATURES[other], out_features)
+        chunks_before = tl.where(is_past, past, chunks_before)
+    return module, begin, out_features, (chunk - chunks_before) * chunk_columns
 
 
 @triton.jit
-def expanded(
-    base,  # float32 [T, N]: what y has; zeros if not ADD_INPUTS
-    tokens,  # int64 [T]
+def expand_tiles(
+    y_ptr,
+    tokens,
     is_token,
     slot,
     module,
-    rank,  # of the slot at the module, at least 1
-    column,  # the first of BLOCK_N columns of the module, a multiple of BLOCK_N
+    first,
+    rank,
+    scaling,
+    h,
+    pages,
+    column_begin,
+    tiles,
     out_features,
-    y_columns,  # [N]
+    y_begin,
+    stride_yt,
+    stride_yn,
     h_ptr,
     pages_ptr,
     page_ids_ptr,
-    first_ptr,
-    scaling_ptr,
     values_ptr,
     dora_scale_ptr,
     lora_bias_ptr,
     base_bias_ptr,
-    in_tiles,
     width,
     stride_hp,
     stride_hs,
     stride_ht,
-    stride_table,
     stride_dora_scale,
     stride_lora_bias,
+    RUNS: tl.constexpr,  # in which `spread` leaves the columns; 1: they are not spread
+    ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ONE_STEP: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     H_ALIGN: tl.constexpr,
     ADD_INPUTS: tl.constexpr,
@@ -81,58 +96,47 @@ def expanded(
     PAGE_RANKS: tl.constexpr,
     PAGE_VALUES: tl.constexpr,
 ):
-    """What y gets in some columns of one module for tokens of one slot, float32 [T, N] before it is rounded.
-
-    The same bits in every kernel that calls it: neither BLOCK_T nor BLOCK_N nor a token's place among them decides in
-    which order a value is summed.
-    """
-    table = module.to(tl.int64) * stride_table + slot
-    offs_n = column + tl.arange(0, BLOCK_N)
-    is_column = offs_n < out_features
-    first = tl.load(first_ptr + table) + tl.cdiv(rank, PAGE_RANKS) * in_tiles  # B lies behind A
-    # Runs of H_ALIGN ranks are read at once, also those past the slot's rank, which are then dropped.
-    room = width // H_ALIGN * H_ALIGN
-    h_rows = h_ptr + module.to(tl.int64) * (stride_hs // H_ALIGN * H_ALIGN)
-    h_rows += tokens * (stride_ht // H_ALIGN * H_ALIGN)
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for rank_begin in range(0, rank, BLOCK_R):
-        offs_r = rank_begin + tl.arange(0, BLOCK_R)
-        is_rank = offs_r < rank
-        is_h = is_token[:, None] & (offs_r < room)[None, :]
-        h = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-        for plane in tl.static_range(NUM_PLANES):
-            h_plane = h_rows + tl.cast(plane, tl.int64) * (stride_hp // H_ALIGN * H_ALIGN)
-            h += tl.load(h_plane[:, None] + offs_r[None, :], mask=is_h, other=0.0)
-        h = tl.where(is_rank[None, :], h, 0.0)
-        pages = pages_at(
-            page_ids_ptr, first, tl.cdiv(out_features, TILE_WIDTH), offs_r, is_rank, column, out_features,
-            BLOCK_N, TILE_WIDTH, PAGE_RANKS,
-        )  # fmt: skip
-        offsets, is_inside = page_offsets(pages, offs_r, is_rank, column, out_features, BLOCK_N, TILE_WIDTH, PAGE_RANKS)
-        b = tl.load(pages_ptr + offsets, mask=is_inside, other=0.0)
-        acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
-    # A launch cannot raise: a slot of more ranks than h has turns its rows to NaN.
-    acc = tl.where(rank > width, float("nan"), acc)
-    if HAS_LORA_BIAS:
-        start = tl.load(lora_bias_ptr + module.to(tl.int64) * stride_lora_bias + slot)
-        bias = load_vector(values_ptr, page_ids_ptr, start, offs_n, is_column, 0.0, PAGE_VALUES)
-        acc += bias[None, :]
-    acc *= tl.load(scaling_ptr + table)
+    """y of a program's tiles of columns."""
+    within, is_within = columns_in_runs(BLOCK_T, BLOCK_N, RUNS, ROWS)
+    is_row = is_token[:, None] & is_within
+    y_rows = y_ptr + (tokens * stride_yt)[:, None]
+    # The next tile's values of y are loaded while a tile is computed.
+    next_base = tl.zeros((BLOCK_T, BLOCK_N // RUNS), y_ptr.dtype.element_ty)
     if ADD_INPUTS:
-        acc += base
-    if HAS_DORA_SCALE:
-        start = tl.load(dora_scale_ptr + module.to(tl.int64) * stride_dora_scale + slot)
-        dora_scale = load_vector(values_ptr, page_ids_ptr, start, offs_n, is_column, 1.0, PAGE_VALUES)[None, :]
-        if HAS_BASE_BIAS:
-            own = tl.load(base_bias_ptr + y_columns, mask=is_column, other=0.0)[None, :]
-            # A DoRA scale of 1 changes no bit.
-            acc = tl.where(dora_scale == 1.0, acc, dora_scale * (acc - own) + own)
-        else:
-            acc *= dora_scale
-    return acc
+        y_at = y_rows + (y_begin + within).to(tl.int64) * stride_yn
+        next_base = tl.load(y_at, mask=is_row & (column_begin + within < out_features), other=0.0)
+    for tile in range(0, tiles):
+        column = column_begin + tile * BLOCK_N
+        offs_n = column + within
+        is_column = offs_n < out_features
+        y_columns = y_begin + tile * BLOCK_N + within
+        base = next_base.to(tl.float32)
+        if ADD_INPUTS:
+            is_next = is_row & (offs_n < out_features - BLOCK_N) & (tile + 1 < tiles)
+            y_at = y_rows + (y_columns + BLOCK_N).to(tl.int64) * stride_yn
+            next_base = tl.load(y_at, mask=is_next, other=0.0)
+        acc = product(
+            h, pages, tokens, is_token, module, first, rank, column, out_features, h_ptr, pages_ptr,
+            page_ids_ptr, width, stride_hp, stride_hs, stride_ht, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP,
+            NUM_PLANES, H_ALIGN, TILE_WIDTH, PAGE_RANKS,
+        )  # fmt: skip
+        # The pages of the next tile, so that its B can be loaded ahead.
+        pages = b_pages(
+            page_ids_ptr, first, 0, rank, column + BLOCK_N, out_features, BLOCK_R, BLOCK_N, TILE_WIDTH,
+            PAGE_RANKS,
+        )  # fmt: skip
+        if RUNS > 1:
+            acc = spread(acc, RUNS, ROWS)
+        total = completed(
+            acc, base, slot, module, rank, scaling, offs_n, is_column, y_columns, page_ids_ptr,
+            values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr, width, stride_dora_scale,
+            stride_lora_bias, ADD_INPUTS, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, PAGE_VALUES,
+        )  # fmt: skip
+        y_at = y_rows + y_columns.to(tl.int64) * stride_yn
+        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=is_row & is_column)
 
 
-@kernel(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])
+@kernel(do_not_specialize=["num_slots", "num_tiles", "width", "stride_hp", "stride_hs"])
 def expand_kernel(
     y_ptr,
     rank_ptr,
@@ -141,9 +145,10 @@ def expand_kernel(
     block_start_ptr,
     block_end_ptr,
     num_slots,
+    num_tiles,  # of BLOCK_N columns that a program computes
     stride_yt,
     stride_yn,
-    # as `expanded` takes them
+    # as `product` and `completed` take them
     h_ptr,
     pages_ptr,
     page_ids_ptr,
@@ -167,6 +172,8 @@ def expand_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RUNS: tl.constexpr,  # of columns that one token is spread in
+    ONE_STEP: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     H_ALIGN: tl.constexpr,
     ADD_INPUTS: tl.constexpr,
@@ -180,31 +187,54 @@ def expand_kernel(
     """y [token, columns of module] (+)= scaling[module, slot] * (sum of planes of h) @ B[module, slot], rounded once.
 
     The sum over ranks is float32, of h rounded to the weights' dtype. Then kernels.lora.layout.Epilogue.
-    Grid: [blocks, column tiles, modules].
+    Grid: [blocks, chunks of num_tiles tiles of each module's columns].
     """
     block = tl.program_id(0)
-    module = tl.program_id(2)
-    module_begin, out_features = columns_of(module, OUT_FEATURES, NUM_MODULES)
-    column = tl.program_id(1) * BLOCK_N
+    module, module_begin, out_features, column_begin = module_of(
+        tl.program_id(1), num_tiles * BLOCK_N, OUT_FEATURES, NUM_MODULES
+    )
+    # What depends on nothing but the last load is loaded before anything waits for it.
     slot = tl.load(block_slot_ptr + block)
-    if (slot >= 0) & (slot < num_slots) & (column < out_features):
-        rank = tl.load(rank_ptr + module.to(tl.int64) * stride_table + slot)
+    start = tl.load(block_start_ptr + block)
+    end = tl.load(block_end_ptr + block)
+    if (slot >= 0) & (slot < num_slots):
+        table = module.to(tl.int64) * stride_table + slot
+        rank = tl.load(rank_ptr + table)
+        first = tl.load(first_ptr + table)
+        scaling = tl.load(scaling_ptr + table)
+        tokens, is_token = tokens_in_rows(order_ptr, start, end, BLOCK_T)
         if rank > 0:
-            tokens, is_token = block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T)
-            is_y = is_token[:, None] & (column + tl.arange(0, BLOCK_N) < out_features)[None, :]
-            y_columns = tl.multiple_of(module_begin + column, ALIGN) + tl.arange(0, BLOCK_N)
-            y_at = y_ptr + (tokens * stride_yt)[:, None] + (y_columns.to(tl.int64) * stride_yn)[None, :]
-            base = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-            if ADD_INPUTS:  # loaded before the products, used after them
-                base = tl.load(y_at, mask=is_y, other=0.0).to(tl.float32)
-            total = expanded(
-                base, tokens, is_token, slot, module, rank, column, out_features, y_columns, h_ptr, pages_ptr,
-                page_ids_ptr, first_ptr, scaling_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr,
-                in_tiles, width, stride_hp, stride_hs, stride_ht, stride_table, stride_dora_scale, stride_lora_bias,
-                BLOCK_T, BLOCK_R, BLOCK_N, NUM_PLANES, H_ALIGN, ADD_INPUTS, HAS_DORA_SCALE, HAS_LORA_BIAS,
-                HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
+            first += tl.cdiv(rank, PAGE_RANKS) * in_tiles  # B lies behind A
+            pages = b_pages(
+                page_ids_ptr, first, 0, rank, column_begin, out_features, BLOCK_R, BLOCK_N, TILE_WIDTH, PAGE_RANKS
+            )
+            h = h_of(
+                h_ptr, tokens, is_token, module, 0, rank, width, stride_hp, stride_hs, stride_ht, BLOCK_T, BLOCK_R,
+                NUM_PLANES, H_ALIGN,
             )  # fmt: skip
-            tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=is_y)
+            tiles = tl.minimum(num_tiles, tl.cdiv(out_features - column_begin, BLOCK_N))
+            y_begin = tl.multiple_of(module_begin + column_begin, ALIGN)
+            arguments = (
+                y_ptr, tokens, is_token, slot, module, first, rank, scaling, h, pages, column_begin, tiles,
+                out_features, y_begin, stride_yt, stride_yn, h_ptr, pages_ptr, page_ids_ptr, values_ptr,
+                dora_scale_ptr, lora_bias_ptr, base_bias_ptr, width, stride_hp, stride_hs, stride_ht,
+                stride_dora_scale, stride_lora_bias,
+            )  # fmt: skip
+            if end - start == 1:
+                expand_tiles(
+                    *arguments, RUNS, 1, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP, NUM_PLANES, H_ALIGN,
+                    ADD_INPUTS, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
+                )  # fmt: skip
+            elif end - start <= BLOCK_T // 2:
+                expand_tiles(
+                    *arguments, 2, BLOCK_T // 2, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP, NUM_PLANES, H_ALIGN,
+                    ADD_INPUTS, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
+                )  # fmt: skip
+            else:
+                expand_tiles(
+                    *arguments, 1, BLOCK_T, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP, NUM_PLANES, H_ALIGN,
+                    ADD_INPUTS, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
+                )  # fmt: skip
 
 
 def expand_arguments(h: torch.Tensor, group: ModuleGroup, epilogue: Epilogue | None) -> dict[str, Any]:
@@ -234,6 +264,7 @@ def expand_arguments(h: torch.Tensor, group: ModuleGroup, epilogue: Epilogue | N
         "stride_dora_scale": 0 if dora_scale is None else dora_scale.stride(0),
         "stride_lora_bias": 0 if lora_bias is None else lora_bias.stride(0),
         "BLOCK_R": LEAST_EXPAND_RANKS if h.shape[3] <= LEAST_EXPAND_RANKS else EXPAND_RANKS,
+        "ONE_STEP": h.shape[3] <= EXPAND_RANKS,
         "NUM_PLANES": h.shape[0],
         "H_ALIGN": H_ALIGN if all(n % H_ALIGN == 0 for n in (h.shape[3], *h.stride()[:3])) else 1,
         "HAS_DORA_SCALE": dora_scale is not None,
@@ -255,7 +286,6 @@ def folded_arguments(expansion: Expansion) -> dict[str, Any]:
         "num_slots": segments.num_slots,
         "stride_yt": y.stride(0),
         **expand_arguments(expansion.h, group, expansion.epilogue),
-        **AS_EXPAND,
     }
 
 
@@ -275,7 +305,9 @@ def expand(
     if segments.num_blocks == 0:
         return
     launch = launch or expand_launch(device_name(y), Sizes.of_expand(y, h, group))
-    grid = (segments.num_blocks, ceil_div(max(group.out_features), launch.out_columns), group.num_modules)
+    num_tiles = steps_of_program(segments.num_blocks, ceil_div(sum(group.out_features), launch.out_columns))
+    chunk = num_tiles * launch.out_columns
+    grid = (segments.num_blocks, sum(ceil_div(width, chunk) for width in group.out_features))
     expand_kernel[grid](
         y_ptr=y,
         order_ptr=segments.order,
@@ -283,6 +315,7 @@ def expand(
         block_start_ptr=segments.block_start,
         block_end_ptr=segments.block_end,
         num_slots=segments.num_slots,
+        num_tiles=num_tiles,
         stride_yt=y.stride(0),
         stride_yn=y.stride(1),
         **expand_arguments(h, group, epilogue),
@@ -291,7 +324,9 @@ def expand(
         ALIGN=16 if all(features % 16 == 0 for features in group.out_features) else 1,
         BLOCK_T=padded_block_tokens(segments.block_tokens),
         BLOCK_N=launch.out_columns,
+        RUNS=runs_of(launch.out_columns, launch.num_warps),
         ADD_INPUTS=add_inputs,
         num_warps=launch.num_warps,
-        **AS_EXPAND,
+        num_stages=launch.num_stages,
+        enable_fp_fusion=False,
     )

@@ -14,7 +14,7 @@ from kernels.devices import device_name
 from kernels.lora.launch import ShrinkLaunch, Sizes, num_parts, part_steps, shrink_launch
 from kernels.lora.layout import PAGE_RANKS, ModuleGroup
 from kernels.lora.segments import COUNTS, AdapterSegments, padded_block_tokens
-from kernels.lora.triton_pages import block_tokens, page_offsets, pages_at
+from kernels.lora.triton_pages import page_offsets, pages_at, tokens_between
 from kernels.triton_launch import kernel
 
 
@@ -60,9 +60,14 @@ def shrink_kernel(
     """
     block = tl.program_id(0)
     module = tl.program_id(2).to(tl.int64)
+    # What depends on nothing but the last load is loaded before anything waits for it.
     slot = tl.load(block_slot_ptr + block)
+    start = tl.load(block_start_ptr + block)
+    end = tl.load(block_end_ptr + block)
     if (slot >= 0) & (slot < num_slots):
         rank = tl.load(rank_ptr + module * stride_table + slot)
+        first = tl.load(first_ptr + module * stride_table + slot)
+        tokens, is_token = tokens_between(order_ptr, start, end, BLOCK_T)
         if HAS_PLANES:
             plane = tl.program_id(1) % NUM_PARTS
             rank_begin = (tl.program_id(1) // NUM_PARTS) * BLOCK_R
@@ -74,8 +79,6 @@ def shrink_kernel(
             part_begin = 0
             part_end = NUM_PARTS
         if rank_begin < rank:
-            tokens, is_token = block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T)
-            first = tl.load(first_ptr + module * stride_table + slot)
             offs_r = rank_begin + tl.arange(0, BLOCK_R)
             is_rank = offs_r < rank
             x_rows = x_ptr + tokens * stride_xt

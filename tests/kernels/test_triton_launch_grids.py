@@ -190,14 +190,21 @@ def llama_group(widths: tuple[int, ...], in_features: int = 4096) -> ModuleGroup
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_adapters", "blocks"), [(64, 8, 11), (64, 64, 64), (256, 8, 23), (256, 64, 76)]
+    ("num_tokens", "num_adapters", "blocks", "steps"),
+    [(64, 8, 11, (1, 1, 1)), (64, 64, 64, (4, 8, 2)), (256, 8, 23, (1, 2, 1)), (256, 64, 76, (4, 8, 2))],
 )
 def test_programs_follow_the_adapters_of_the_step_not_the_slots(
-    num_tokens: int, num_adapters: int, blocks: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+    num_tokens: int,
+    num_adapters: int,
+    blocks: int,
+    steps: tuple[int, int, int],
+    launches: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The linears of an 8B Llama with 256 slots, adapters of rank 16: as many programs as work, and a few more.
 
-    The gate has the blocks of tokens with adapters, and those of all tokens for the ones without.
+    The gate has the blocks of tokens with adapters, and those of all tokens for the ones without. `steps` of 128
+    columns has each program that expands q, k and v, gate and up, o or down.
     """
     for module in ("lora.ops", "gated_activation", "rms_norm", "rope"):
         monkeypatch.setattr(f"kernels.{module}.runs_triton", lambda tensor: True)
@@ -229,18 +236,18 @@ def test_programs_follow_the_adapters_of_the_step_not_the_slots(
 
     assert grids(4096, (4096, 1024, 1024), rotate) == [
         ("shrink_kernel", blocks * 8 * 3),
-        ("expand_kernel", blocks * 32 * 3),
+        ("expand_kernel", blocks * 48 // steps[0]),
         ("rope_kernel", num_tokens * 10),
     ]
     assert grids(4096, (14336, 14336), lambda each: gated_activation(each.y, "silu", each)) == [
         ("shrink_kernel", blocks * 8 * 2),
-        ("gate_expand_kernel", (blocks + num_tokens // 16) * 112),
+        ("gate_expand_kernel", (blocks + num_tokens // 16) * 112 // steps[1]),
     ]
     residual = torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
     for in_features, parts in ((4096, 8), (14336, 16)):
         assert grids(in_features, (4096,), norm_sum) == [
             ("shrink_kernel", blocks * parts),
-            ("expand_kernel", blocks * 32),
+            ("expand_kernel", blocks * 32 // steps[2]),
             ("rms_norm_kernel", num_tokens),
         ]
 

@@ -12,7 +12,7 @@ from kernels import gated_activation as package
 from kernels.cases import to_device
 from kernels.fp8_rows import reference
 from kernels.gated_activation import ACTIVATIONS, gated_activation, gated_activation_fp8, triton_folded
-from kernels.lora import ops
+from kernels.lora import launch, ops
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.lora.expansion import Expansion
 from kernels.lora.segments import MAX_BLOCK_TOKENS, segments_in_torch
@@ -73,6 +73,15 @@ def test_one_launch_has_the_bits_of_two(
     at_once, one_by_one = both(of_gate(widths, dtype, device, has_vectors=has_vectors), monkeypatch, "silu")
     assert at_once.isfinite().all()
     assert torch.equal(at_once, one_by_one)
+
+
+def test_programs_of_several_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three tiles of columns, of blocks of 16 tokens, of two and of one."""
+    expected, _ = both(of_gate((48, 48), torch.bfloat16, device, has_vectors=False), monkeypatch, "silu")
+    for fewest_programs in (1, 5):
+        monkeypatch.setattr(launch, "FEWEST_PROGRAMS", fewest_programs)
+        at_once, one_by_one = both(of_gate((48, 48), torch.bfloat16, device, has_vectors=False), monkeypatch, "silu")
+        assert torch.equal(at_once, expected) and torch.equal(one_by_one, expected)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

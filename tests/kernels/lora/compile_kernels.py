@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from kernels.gated_activation import triton_folded as gate
-from kernels.lora import triton_embedding, triton_expand, triton_segments, triton_shrink
-from kernels.lora.launch import ShrinkLaunch
+from kernels.lora import triton_embedding, triton_expand, triton_pages, triton_segments, triton_shrink
+from kernels.lora.launch import ExpandLaunch, ShrinkLaunch
 from kernels.lora.segments import COUNTS
 from tests.kernels.compiling import compile_for_h200, stack_bytes
 
@@ -32,7 +32,8 @@ SIZES_OF_16: tuple[str, ...] = ("in_features", "stride_xt", "stride_yt", "stride
 SIZES_OF_16 += ("stride_rt", "stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt", "stride_vh")
 VECTORS = {"HAS_DORA_SCALE": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
 # What an expand of a decode step in one plane has, in a launch of its own or in another kernel's.
-EXPANDED: dict[str, Any] = {"BLOCK_R": triton_expand.EXPAND_RANKS, "NUM_PLANES": 1, "H_ALIGN": 4} | VECTORS
+EXPANDED: dict[str, Any] = {"BLOCK_R": triton_pages.EXPAND_RANKS, "ONE_STEP": True, "NUM_PLANES": 1, "H_ALIGN": 4}
+EXPANDED |= VECTORS
 PAGES = {"TILE_WIDTH": 1024, "PAGE_RANKS": 8}
 
 
@@ -50,6 +51,7 @@ def compile_kernel(
     line = {"kernel": kernel.__name__, "dtype": dtype, "shared_bytes": compiled.metadata.shared}
     line["mma_shapes"] = sorted(set(re.findall(r"mma\.sync\S*\.(m\d+n\d+k\d+)", ptx)))
     line["num_fused"] = len(re.findall(r"\bfma\.", ptx))
+    line["num_shuffles"] = ptx.count("shfl.sync")
     line |= {"num_mma": ptx.count("mma.sync"), "num_wgmma": ptx.count("wgmma")}
     line |= {"num_single_loads": ptx.count("ld.global.b16"), "num_copies_of_16": ptx.count("cp.async.cg")}
     # Waits that leave the copies of a later step on their way.
@@ -76,8 +78,10 @@ def compile_shrink(tokens: int, ranks: int) -> None:
 
 def compile_folded() -> None:
     """In the kernel that reads its rows: an 8B Llama's gate."""
+    warps, stages = gate.NUM_WARPS, gate.NUM_STAGES
     constants = {"WIDTH": 14336, "IS_JOINT": False, "ACTIVATION": "silu", "BLOCK_T": 16, "BLOCK_N": 128}
-    compile_kernel(gate.gate_expand_kernel, "bf16", constants | EXPANDED | PAGES, num_stages=1, is_fused=False)
+    constants |= {"RUNS": triton_pages.runs_of(128, warps)} | EXPANDED | PAGES
+    compile_kernel(gate.gate_expand_kernel, "bf16", constants, num_stages=stages, is_fused=False, num_warps=warps)
 
 
 def main() -> None:
@@ -85,7 +89,10 @@ def main() -> None:
     compile_shrink(16, 16)
     expand = {"BLOCK_T": 32, "BLOCK_N": 128, "ADD_INPUTS": True, "stride_yn": 1} | EXPANDED | PAGES
     expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_MODULES": 3, "ALIGN": 16, "NUM_PLANES": 8}
-    compile_kernel(triton_expand.expand_kernel, "bf16", expand, num_stages=1, is_fused=False)
+    launch = ExpandLaunch.default(PAGES["TILE_WIDTH"])
+    expand["RUNS"] = triton_pages.runs_of(expand["BLOCK_N"], launch.num_warps)
+    warps, stages = launch.num_warps, launch.num_stages
+    compile_kernel(triton_expand.expand_kernel, "bf16", expand, num_stages=stages, is_fused=False, num_warps=warps)
     compile_folded()
     embed = {"BLOCK_T": 16, "BLOCK_R": 16} | PAGES
     compile_kernel(triton_embedding.embed_kernel, "bf16", embed, num_stages=3, is_fused=True)

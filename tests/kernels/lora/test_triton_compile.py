@@ -32,6 +32,9 @@ def test_kernels_compile_for_an_h200_without_wgmma(tmp_path: Path) -> None:
     # rounding that a compiler may leave out.
     for kernel in products[2:]:
         assert (kernel["mma_shapes"], kernel["num_fused"]) == (["m16n8k16"], 0), kernel["kernel"]
+    # Of a block of few tokens a thread finds its share of a product in its own registers.
+    assert products[2]["kernel"] == "expand_kernel"
+    assert products[2]["num_shuffles"] == 0
     shrinks = [kernel for kernel in compiled if kernel["kernel"] == "shrink_kernel"]
     assert len(shrinks) == 2
     for kernel in shrinks:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cases import to_device
-from kernels.lora import ModuleGroup, adapter_segments, ops, reference, triton_expand, triton_shrink
+from kernels.lora import ModuleGroup, adapter_segments, launch, ops, reference, triton_expand, triton_shrink
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch
 from kernels.lora.segments import AdapterSegments, blocks_of_one, segments_in_torch
@@ -117,6 +117,36 @@ def test_exact_sums_have_the_same_bits_in_every_tiling(
         y = to_device(inputs.y, device)
         triton_expand.expand(h, y, inputs.group, segments, add_inputs=True, launch=ExpandLaunch(out_columns))
         assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32])
+def test_blocks_of_any_number_of_tokens_have_the_same_bits(
+    block_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, up to half of a block's rows, and more are computed otherwise, by programs of one step or of several."""
+    slots = (0,) + (1,) * 8 + (2,) * 9 + (-1,) * 2 + (3,) * 17
+    case = Case("blocks", slots, (5, 16, 8, 3), 40, tile_width=32)
+    inputs = to_device(make_group(case, (96, 64), torch.bfloat16), device)
+    h = torch.randn(1, 2, len(slots), 16, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def run(rows: int, fewest_programs: int, columns: int) -> torch.Tensor:
+        monkeypatch.setattr(launch, "FEWEST_PROGRAMS", fewest_programs)
+        y = inputs.y.clone()
+        choice = ExpandLaunch(columns)
+        triton_expand.expand(h, y, inputs.group, segments_of(inputs, rows), add_inputs=True, launch=choice)
+        return y
+
+    expected = run(1, 768, 32)
+    assert not torch.equal(expected, inputs.y)
+    for fewest_programs, columns in ((768, 32), (1, 32), (1, 16), (6, 64)):
+        assert torch.equal(run(block_tokens, fewest_programs, columns), expected)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "steps", "of_program"), [(0, 32, 1), (1, 112, 1), (23, 32, 1), (48, 32, 2), (64, 112, 8), (1000, 112, 8)]
+)
+def test_programs_take_several_steps_where_there_are_many(blocks: int, steps: int, of_program: int) -> None:
+    assert launch.steps_of_program(blocks, steps) == of_program
 
 
 def test_a_token_has_the_same_bits_in_every_batch(device: torch.device) -> None:
