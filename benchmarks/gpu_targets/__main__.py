@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,10 +29,11 @@ from benchmarks.gpu_targets import base_only, host_part, loads, peers, served
 from benchmarks.gpu_targets.engines import PackedVariants, Setup, blocks_of, free_memory
 from benchmarks.serving.checkpoints import SHAPES
 from data_plane.config import WorkerConfig
-from data_plane.worker import SWITCH_INTERVAL_S, host_tier, settle
+from data_plane.worker import host_tier, settle
 
 PARTS = ("base", "loads", "eager", "peers", "served")
-IN_ENGINE = ("base", "loads", "eager")  # parts that share an engine
+IN_ENGINE = ("base", "loads", "eager", "peers")  # parts that share an engine
+TOKEN_BUDGET = 4096  # of a step
 NUM_EAGER_ADAPTERS = 8
 NUM_PINNED = 16  # adapters that the pinned memory of part loads holds
 
@@ -82,7 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if any(part in options.only for part in IN_ENGINE):
             measure_engine(setup, options, parts)
             free_memory(setup.device)
-        parts.run("peers", lambda: peers.measure(setup, options.peer_prompt, options.peer_tokens))
         parts.run("served", lambda: served.measure(setup, options.served_tokens))
     if parts.left_out:
         print(f"incomplete: {', '.join(parts.left_out)} would have begun after {options.limit_s:g} s")
@@ -92,13 +93,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return INCOMPLETE if parts.left_out else 0
 
 
+@contextmanager
+def settled() -> Iterator[None]:
+    """As a worker is when it serves."""
+    interval_s = sys.getswitchinterval()
+    settle()
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval_s)
+        gc.unfreeze()
+
+
 def measure_engine(setup: Setup, options: argparse.Namespace, parts: Parts) -> None:
     """The parts that need one engine with adapters in its arena."""
     num_steps = max(base_only.num_steps(setup), loads.NUM_STEPS, host_part.MOST_STEPS)
     tokens_per_row = setup.context + num_steps + 2 * BLOCK_SIZE
     num_blocks = blocks_of(setup.num_rows, tokens_per_row) + blocks_of(1, host_part.PROMPT_TOKENS + 2)
     base_rows = sorted({1, setup.num_rows, options.most_rows})
-    num_adapters = min(options.adapters, setup.num_rows)
+    num_adapters = max(min(options.adapters, setup.num_rows), peers.NUM_ADAPTERS)
 
     def make_driver(num_adapters: int) -> Driver:
         engine = setup.make_engine(
@@ -106,6 +119,7 @@ def measure_engine(setup: Setup, options: argparse.Namespace, parts: Parts) -> N
             num_blocks=num_blocks,
             max_rows=max(base_rows) + 1,
             max_model_len=max(tokens_per_row, host_part.PROMPT_TOKENS + 2 * BLOCK_SIZE),
+            token_budget=TOKEN_BUDGET,
             graph_rows=base_rows if "base" in options.only else [1, setup.num_rows],
         )
         return Driver(engine)
@@ -113,10 +127,13 @@ def measure_engine(setup: Setup, options: argparse.Namespace, parts: Parts) -> N
     driver = make_driver(num_adapters + options.loads)
     for slot in range(num_adapters):
         driver.engine.arena.load_zeros(slot, 1, RANK, is_trained=True)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     def measure_base() -> None:
         base_only.measure(setup, driver, make_driver(0), base_rows, setup.num_rows * tokens_per_row)
+
+    def measure_eager() -> None:
+        with settled():
+            host_part.measure(setup, driver, min(NUM_EAGER_ADAPTERS, num_adapters))
 
     def measure_loads() -> None:
         variants = PackedVariants(setup, options.loads)
@@ -129,14 +146,14 @@ def measure_engine(setup: Setup, options: argparse.Namespace, parts: Parts) -> N
         tier = host_tier(config)
         assert tier is not None, "there are pinned bytes"
         print(f"loads of adapters of {variants.size_bytes / 1e6:.1f} MB beside {setup.num_rows} rows", flush=True)
-        settle()
-        loads.Loads(setup, driver, num_adapters, options.loads).measure(variants, tier)
-        gc.unfreeze()
+        with settled():
+            loads.Loads(setup, driver, num_adapters, options.loads).measure(variants, tier)
 
     parts.run("base", measure_base)
     free_memory(setup.device)
     parts.run("loads", measure_loads)
-    parts.run("eager", lambda: host_part.measure(setup, driver, min(NUM_EAGER_ADAPTERS, num_adapters)))
+    parts.run("peers", lambda: peers.measure(setup, driver, options.peer_prompt, options.peer_tokens))
+    parts.run("eager", measure_eager)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

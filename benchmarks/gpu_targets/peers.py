@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from benchmarks.engine.driver import Driver
 from benchmarks.engine.random_model import SEED
 from benchmarks.engine.step_times import RANK
-from benchmarks.gpu_targets.engines import Setup, blocks_of, free_memory
+from benchmarks.gpu_targets.engines import Setup, free_memory
 from benchmarks.serving.checkpoints import LINEARS, SHAPES, llama_config
 
 NUM_ADAPTERS = 8
 SHORT_TOKENS = 2  # of the shorter run
 CB_BLOCK = 256  # tokens of a KV block of transformers, by default
-BUDGET = 8192  # tokens of a step, of ours and of transformers: both have it by default on a GPU
+CB_BUDGET = 8192  # tokens of a step of transformers, by default
 
 # Completions of the prompts, of so many tokens.
 Generate = Callable[[int], list[list[int]]]
@@ -44,8 +44,8 @@ class Rate:
     tokens: list[list[int]]
 
 
-def measure(setup: Setup, prompt_tokens: int, num_tokens: int) -> None:
-    """Print a line for each engine, with what ours is over it."""
+def measure(setup: Setup, driver: Driver, prompt_tokens: int, num_tokens: int) -> None:
+    """Print a line for each engine, with what ours is over it. Ours has NUM_ADAPTERS in its first slots."""
     rng = np.random.default_rng(0)
     shape = (setup.num_rows, prompt_tokens)
     prompts: list[list[int]] = rng.integers(8, SHAPES[setup.shape].vocab_size, shape).tolist()
@@ -54,8 +54,10 @@ def measure(setup: Setup, prompt_tokens: int, num_tokens: int) -> None:
         f"{transformers.__version__}, peft {peft.__version__}",
         flush=True,
     )
-    base, mixed = _measure_ours(setup, prompts, num_tokens)
-    free_memory(setup.device)
+    base, mixed = (
+        _measure(f"ours, {count} adapters", partial(driver.generate, prompts, count), num_tokens)
+        for count in (0, NUM_ADAPTERS)
+    )
     model = _model(setup)
     _compare_continuous(setup, model, prompts, num_tokens, base, "its defaults", {})
     model.set_attn_implementation("sdpa")
@@ -87,27 +89,6 @@ def _compare_continuous(
     else:
         _compare(ours, peer, target=3.0)
     free_memory(setup.device)
-
-
-def _measure_ours(setup: Setup, prompts: list[list[int]], num_tokens: int) -> tuple[Rate, Rate]:
-    """Without adapters, and with NUM_ADAPTERS."""
-    tokens_per_row = len(prompts[0]) + num_tokens + len(prompts) + 32
-    engine = setup.make_engine(
-        num_adapters=NUM_ADAPTERS,
-        num_blocks=blocks_of(len(prompts), tokens_per_row),
-        max_rows=len(prompts),
-        max_model_len=tokens_per_row,
-        graph_rows=[len(prompts)],
-        token_budget=BUDGET,
-    )
-    for slot in range(NUM_ADAPTERS):
-        engine.arena.load_zeros(slot, 1, RANK, is_trained=True)
-    driver = Driver(engine)
-    rates = [
-        _measure(f"ours, {count} adapters", partial(driver.generate, prompts, count), num_tokens)
-        for count in (0, NUM_ADAPTERS)
-    ]
-    return rates[0], rates[1]
 
 
 def _measure(name: str, generate: Generate, num_tokens: int) -> Rate:
@@ -156,7 +137,7 @@ def _continuous(model: Any, prompts: list[list[int]], num_tokens: int, settings:
     """Its manager runs meanwhile, so that neither its start nor its end is timed."""
     config = ContinuousBatchingConfig(
         num_blocks=len(prompts) * (-(-(len(prompts[0]) + num_tokens) // CB_BLOCK) + 1),
-        max_batch_tokens=BUDGET,
+        max_batch_tokens=CB_BUDGET,
         max_requests_per_batch=len(prompts),
         **settings,
     )
