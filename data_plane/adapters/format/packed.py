@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -142,5 +141,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     By numpy, in this thread alone: torch's threads wait by spinning, which takes cores from the steps beside a load.
     """
     bits = tensor.contiguous().view(_BITS[tensor.itemsize]).numpy()
-    without_sign = bits & np.iinfo(bits.dtype).max
-    return not bits.size or int(without_sign.max()) < _INFINITY[tensor.dtype]
+    if not bits.size:
+        return True
+    # With the sign as a sign positive values are the largest ones, with the sign as a bit negative values are.
+    unsigned, infinity = bits.view(f"u{tensor.itemsize}"), _INFINITY[tensor.dtype]
+    return int(bits.max()) < infinity and int(unsigned.max()) < infinity | 1 << 8 * tensor.itemsize - 1

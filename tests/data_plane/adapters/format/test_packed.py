@@ -23,6 +23,13 @@ def test_one_value_that_is_not_finite_is_noticed_wherever_it_is(dtype: torch.dty
             assert not is_finite(tensor), (value, place)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_value_of_16_bits_is_judged_as_torch_does(dtype: torch.dtype) -> None:
+    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    expected = torch.isfinite(values).tolist()
+    assert [is_finite(value) for value in values.split(1)] == expected
+
+
 class Operations(TorchDispatchMode):
     """Notes what torch is given to compute."""
 
