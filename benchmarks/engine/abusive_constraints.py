@@ -9,8 +9,9 @@ Steps are those of a model with that vocabulary in which half of the rows have n
 turns, rows that follow a usual schema, rows that follow the slowest grammars of the first table, and rows that follow
 new ones of either. The time of a step is the time between two tokens of every row that does not sit it out. Each series
 has two of rows without any constraint beside it, in which as many rows begin again in the same steps: one before it and
-one behind it. Ratios are those of the medians: median and range of the rounds, and how the two without a constraint
-differ.
+one behind it. Ratios are those of the medians: median and quartiles of the rounds, and how the two without a constraint
+differ. Series are short, so that what else changes on the machine changes all of a round. "Without a core" is how long
+the compute thread was ready to run and had to wait: that differs less between rounds than the time of a step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import llguidance
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.engine.constrained_rows import LIFE, NUM_CONTEXT, DecodingRows, Step
 from benchmarks.engine.driver import make_engine
@@ -39,7 +41,7 @@ from data_plane.plan import Vocabulary as WorkerVocabulary
 from tests.control_plane.constraints.abuse import CORPUS
 
 MODEL = "205m-128k"
-STEPS_PER_ROUND = 2 * LIFE
+STEPS_PER_SERIES = LIFE // 2
 
 
 def main() -> None:
@@ -47,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="tokens of the walk that finds the longest mask")
     parser.add_argument("--rows", type=int, default=16, help="rows of a step")
-    parser.add_argument("--rounds", type=int, default=4, help="of 64 steps of each kind")
+    parser.add_argument("--rounds", type=int, default=16, help=f"of {STEPS_PER_SERIES} steps of each kind")
     parser.add_argument("--only-steps", action="store_true", help="leave the first table out")
     parser.add_argument("--cache", type=Path, default=ROOT / ".motet" / "bench")
     arguments = parser.parse_args()
@@ -126,7 +128,7 @@ def _series(
     endings: Sequence[Collection[int]] | None,
 ) -> list[Step]:
     rows = DecodingRows(engine, constraints, is_new=is_new)
-    taken = [rows.step(endings[number] if endings else None) for number in range(STEPS_PER_ROUND)]
+    taken = [rows.step(endings[number] if endings else None) for number in range(STEPS_PER_SERIES)]
     rows.end()
     return taken
 
@@ -137,17 +139,27 @@ def _print_steps(name: str, num_constrained: int, rounds: Sequence[tuple[list[St
     ratios = medians[:, 1] / medians[:, [0, 2]].mean(axis=1)
     of_none = medians[:, 2] / medians[:, 0]
     taken = [step for each in rounds for step in each[1][1:]]  # in the first one all rows begin
+    plain = [step for each in rounds for place in (0, 2) for step in each[place][1:]]
     print(
         f"{name:16} {len(taken)} steps: p50 {np.median(times_ms[1]):.1f} ms, p99 {np.percentile(times_ms[1], 99):.1f}, "
         f"longest {max(times_ms[1]):.1f} (none: {np.median(times_ms[0] + times_ms[2]):.1f}, "
         f"{np.percentile(times_ms[0] + times_ms[2], 99):.1f}, {max(times_ms[0] + times_ms[2]):.1f}); "
-        f"p50 over that of none {np.median(ratios):.3f} ({ratios.min():.3f} to {ratios.max():.3f}), "
-        f"of none over none {np.median(of_none):.3f} ({of_none.min():.3f} to {of_none.max():.3f}); "
+        f"p50 over that of none {_quartiles(ratios)}, of none over none {_quartiles(of_none)}; "
+        f"without a core {_coreless_ms(taken):.2f} ms a step (none: {_coreless_ms(plain):.2f}); "
         f"sat out {sum(step.num_waiting for step in taken) / (num_constrained * len(taken)):.1%}, "
         f"begun {sum(len(step.ended) for step in taken) / len(taken):.2f} a step, "
         f"constraints that failed {sum(step.num_failed for step in taken)}",
         flush=True,
     )
+
+
+def _quartiles(ratios: npt.NDArray[np.float64]) -> str:
+    first, median, third = np.percentile(ratios, [25, 50, 75])
+    return f"{median:.3f} ({first:.3f} to {third:.3f})"
+
+
+def _coreless_ms(steps: Sequence[Step]) -> float:
+    return float(np.mean([step.coreless_s for step in steps]) * 1000)
 
 
 def _longest_mask(reader: llguidance.LLTokenizer, grammar: str, num_steps: int) -> tuple[float, str]:

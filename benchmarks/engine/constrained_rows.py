@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,7 @@ NUM_CONTEXT = 128  # tokens before it
 PLAIN = RowSampling(temperature=1.0, top_k=0, top_p=1.0, seed=0)
 END = 0  # token
 _NUMBERS = itertools.count()
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class Step:
     """One step."""
 
     time_s: float
+    coreless_s: float  # how long the compute thread was ready to run and had no core; 0 where that is not known
     num_waiting: int  # rows that sat it out
     num_failed: int  # rows whose constraint failed
     ended: frozenset[int]  # rows that begin again in the next one
@@ -65,9 +68,10 @@ class DecodingRows:
             new_rows=new_rows,
             prefills=np.array([(row.row, 1) for row in new_rows], dtype=np.int32).reshape(-1, 2),
         )
-        start_s = time.perf_counter()
+        coreless_s, start_s = _coreless_s(), time.perf_counter()
         output = self._engine.execute(plan)
         time_s = time.perf_counter() - start_s
+        coreless_s = _coreless_s() - coreless_s
         assert len(output.failed_rows) == len(output.unconstrained_rows), "rows whose logits are not finite"
         self._ages += 1
         if ending is None:
@@ -77,7 +81,7 @@ class DecodingRows:
             ended = set(ending)
         self._to_begin = self._to_free = sorted(ended)
         self._ages[self._to_begin] = 0
-        return Step(time_s, len(output.waiting_rows), len(output.failed_rows), frozenset(ended))
+        return Step(time_s, coreless_s, len(output.waiting_rows), len(output.failed_rows), frozenset(ended))
 
     def end(self) -> None:
         """Free all rows."""
@@ -100,3 +104,8 @@ class DecodingRows:
             sampling=replace(PLAIN, seed=int(self._rng.integers(1 << 31))),
             constraint=constraint,
         )
+
+
+def _coreless_s() -> float:
+    """Since this thread began (proc(5), schedstat)."""
+    return int(_SCHEDSTAT.read_text("ascii").split()[1]) / 1e9 if _SCHEDSTAT.exists() else 0.0
