@@ -41,6 +41,11 @@ def device_name(tensor: torch.Tensor) -> str | None:
     return _gpu_name(tensor.get_device()) if tensor.is_cuda else None
 
 
+def is_hopper(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's GPU is of the kind of an H100 or H200. True on the CPU, where kernels are interpreted."""
+    return not tensor.is_cuda or _major(tensor.get_device()) == 9
+
+
 def num_multiprocessors(tensor: torch.Tensor) -> int:
     """Multiprocessors of the tensor's GPU. Two on the CPU, where kernels are interpreted."""
     return _num_multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
@@ -49,6 +54,11 @@ def num_multiprocessors(tensor: torch.Tensor) -> int:
 @cache
 def _num_multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def _major(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
 
 
 @cache

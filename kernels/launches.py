@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kernels.linear import rows_launch as linear
 from kernels.lora import launch as lora
 from kernels.paged_attention import launch as attention
 from kernels.sampling import launch as sampling
@@ -25,6 +26,7 @@ class Op:
 
 
 OPS: Mapping[str, Op] = {
+    "linear_rows": Op(linear.Sizes, linear.RowsLaunch.default),
     "lora_expand": Op(lora.Sizes, lambda sizes: lora.ExpandLaunch.default(sizes.page)),
     "lora_shrink": Op(lora.Sizes, lambda sizes: lora.ShrinkLaunch.default(sizes.rank, sizes.page, sizes.dtype)),
     "paged_attention_decode": Op(attention.Sizes, attention.DecodeLaunch.default),

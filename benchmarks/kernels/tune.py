@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import tune_attention, tune_lora, tune_sampling
+from benchmarks.kernels import tune_attention, tune_lora, tune_rows
 from benchmarks.kernels.measure import Call, time_calls
 from benchmarks.kernels.problem import Found, Problem
 from kernels.tuning import TABLES, bucket_name, read_tables, write_table
@@ -31,11 +31,12 @@ MARGIN = 0.03
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # op -> its buckets on a device, in a dtype; fewer where `is_short`
 PROBLEMS: dict[str, Callable[[torch.device, torch.dtype, bool], Iterable[Problem]]] = {
+    "linear_rows": tune_rows.linear_problems,
     "lora_expand": tune_lora.expand_problems,
     "lora_shrink": tune_lora.shrink_problems,
     "paged_attention_decode": tune_attention.decode_problems,
     "paged_attention_prefill": tune_attention.prefill_problems,
-    "sample": tune_sampling.problems,
+    "sample": tune_rows.sample_problems,
 }
 
 # Seconds of each call, measured in turn.

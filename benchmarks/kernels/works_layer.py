@@ -1,5 +1,5 @@
 """Rows of the ops around a layer's products: cache writes, rotation, norm, gate, moves of blocks; products of
-one row and in FP8."""
+few rows and in FP8."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.fp8 import FP8, fp8_refusal
 from kernels.fp8_linear import fp8_linear
 from kernels.fp8_rows import quantize_rows
 from kernels.gated_activation import gated_activation, gated_activation_fp8
-from kernels.linear import row_linear
+from kernels.linear import row_linear, rows_linear
 from kernels.rms_norm import rms_norm, rms_norm_fp8
 from kernels.rope import HeadNorm, apply_rope_and_store_kv
 from kernels.store_kv import store_kv
@@ -37,11 +37,12 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
         yield _rope(model, count, device, dtype, has_norm=True)
         yield norm_work(model, count, device, dtype)
         yield _gate(model, count, device, dtype)
-    yield row_work(model.hidden, 2 * model.intermediate, device, dtype)
-    if not is_short:
-        yield row_work(model.hidden, model.hidden, device, dtype)
-        yield row_work(model.intermediate, model.hidden, device, dtype)
-        yield row_work(model.hidden, model.vocab, device, dtype)
+    for count in (1, 64) if is_gpu else (1, 4):
+        yield row_work(count, model.hidden, 2 * model.intermediate, device, dtype)
+        if not is_short:
+            yield row_work(count, model.hidden, model.hidden, device, dtype)
+            yield row_work(count, model.intermediate, model.hidden, device, dtype)
+            yield row_work(count, model.hidden, model.vocab, device, dtype)
     yield from _fp8(model, device, dtype, is_short=is_short)
     num_layers = 32 if is_gpu else 2
     yield _copies(model, num_layers, device, dtype)
@@ -200,14 +201,17 @@ def _swaps(model: Model, num_layers: int, device: torch.device, dtype: torch.dty
     )
 
 
-def row_work(num_in: int, num_out: int, device: torch.device, dtype: torch.dtype) -> Work:
-    def make() -> Made:
-        x, weight = (random(rows, num_in, device=device, dtype=dtype) for rows in (1, num_out))
-        arguments: dict[str, Any] = {"x": x, "weight": weight, "bias": None}
-        return Made(lambda: row_linear(**arguments), arguments, {"linear": lambda: linear(x, weight)})
+def row_work(count: int, num_in: int, num_out: int, device: torch.device, dtype: torch.dtype) -> Work:
+    op = row_linear if count == 1 else rows_linear
 
-    num_bytes = (num_in * num_out + num_in + num_out) * dtype.itemsize
-    return Work("row_linear", f"one row, {num_in} to {num_out}", num_bytes, 2 * num_in * num_out, make)
+    def make() -> Made:
+        x, weight = (random(rows, num_in, device=device, dtype=dtype) for rows in (count, num_out))
+        arguments: dict[str, Any] = {"x": x, "weight": weight, "bias": None}
+        return Made(lambda: op(**arguments), arguments, {"linear": lambda: linear(x, weight)})
+
+    num_bytes = (num_in * num_out + count * (num_in + num_out)) * dtype.itemsize
+    name = f"{count} row{'s' * (count > 1)}, {num_in} to {num_out}"
+    return Work(op.__name__, name, num_bytes, 2 * count * num_in * num_out, make)
 
 
 def _fp8(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: bool) -> Iterator[Work]:

@@ -10,7 +10,16 @@ from typing import Protocol
 
 import torch
 
-from kernels.linear import from_panels, linear, plain_linear, row_linear, serves_row, to_panels
+from kernels.linear import (
+    from_panels,
+    linear,
+    plain_linear,
+    row_linear,
+    rows_linear,
+    serves_row,
+    serves_rows,
+    to_panels,
+)
 from kernels.linear.choice import Form, fastest_form, fastest_unpacked_form
 from kernels.linear.onednn import onednn_linear, to_onednn
 
@@ -71,10 +80,12 @@ class OneDnnWeight:
 
 
 def unpacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """torch.nn.functional.linear; of one row on a GPU by a kernel that reads the weight faster. x [..., in]."""
-    if not serves_row(x, weight):
-        return torch.nn.functional.linear(x, weight, bias)
-    return row_linear(x.reshape(1, -1), weight, bias).view(*x.shape[:-1], len(weight))
+    """torch.nn.functional.linear; of few rows on a GPU by kernels that read the weight faster. x [..., in]."""
+    if serves_rows(x, weight):
+        return rows_linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+    if serves_row(x, weight):
+        return row_linear(x.reshape(1, -1), weight, bias).view(*x.shape[:-1], len(weight))
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 def pack(weight: torch.Tensor) -> PackedWeight | None:

@@ -1,18 +1,29 @@
-"""Products of rows with a linear's weight: in native code for the CPU, and of one row on a GPU.
+"""Products of rows with a linear's weight: in native code for the CPU, and of few rows on a GPU.
 
-`linear` takes a weight in panels, which `to_panels` makes; `plain_linear` one as checkpoints have it, and so does
-`row_linear`, which multiplies one row on a GPU.
+`linear` takes a weight in panels, which `to_panels` makes; `plain_linear` one as checkpoints have it, and so do
+`row_linear` and `rows_linear`, which multiply one row and a few rows on a GPU.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.devices import check_devices, runs_triton
+from kernels.devices import check_devices, device_name, is_hopper, runs_triton
 from kernels.linear import native
 from kernels.linear.panels import from_panels, to_panels
+from kernels.linear.rows_launch import MAX_ROWS, launch_of
 
-__all__ = ["from_panels", "linear", "plain_linear", "row_linear", "serves_row", "to_panels"]
+__all__ = [
+    "MAX_ROWS",
+    "from_panels",
+    "linear",
+    "plain_linear",
+    "row_linear",
+    "rows_linear",
+    "serves_row",
+    "serves_rows",
+    "to_panels",
+]
 
 
 def linear(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
@@ -56,8 +67,51 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
     The weight's rows may lie apart, but the values of a row follow one another. Sums are float32 and rounded once.
     """
-    if x.dim() != 2 or len(x) != 1 or weight.dim() != 2 or weight.shape[1] != x.shape[1] or x.shape[1] == 0:
-        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [1, in] and [out, in]")
+    _check_rows(x, weight, bias, most=1)
+    if not runs_triton(x):
+        return torch.nn.functional.linear(x, weight, bias)
+    from kernels.linear.triton_row import row_linear as launch
+
+    return launch(x, weight, bias)
+
+
+def serves_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `rows_linear` multiplies these by its kernel, and faster than torch does.
+
+    2 to MAX_ROWS rows [..., in] of 16-bit values on a GPU of Hopper's kind, or fewer where the weight's launch says so;
+    rows lie at multiples of 32 bytes.
+    """
+    num_rows = x.shape[:-1].numel()
+    return (
+        2 <= num_rows <= MAX_ROWS
+        and weight.dtype == x.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(-1) == weight.stride(1) == 1
+        and not (x.stride(-2) | weight.stride(0) | weight.shape[1]) % 16
+        and runs_triton(x)
+        and is_hopper(x)
+        and num_rows <= launch_of(device_name(x), x.dtype, weight.shape[1], weight.shape[0]).most_rows
+    )
+
+
+def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[T, out] = x [T, in] @ weight [out, in].T + bias [out] in x's dtype, for 1 to MAX_ROWS rows; see `row_linear`.
+
+    By torch without a GPU of Hopper's kind. With one a row's bits do not depend on the other rows, nor on their number.
+    """
+    _check_rows(x, weight, bias, most=MAX_ROWS)
+    if not (runs_triton(x) and is_hopper(x)):
+        return torch.nn.functional.linear(x, weight, bias)
+    from kernels.linear.triton_rows import rows_linear as launch
+
+    return launch(x, weight, bias)
+
+
+def _check_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, most: int) -> None:
+    """Raise ValueError for what the kernels of 1 to `most` rows cannot multiply."""
+    if x.dim() != 2 or not 1 <= len(x) <= most or weight.dim() != 2 or weight.shape[1] != x.shape[1] or x.shape[1] == 0:
+        rows = "1" if most == 1 else f"1 to {most}"
+        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [{rows}, in] and [out, in]")
     if weight.dtype != x.dtype:
         raise ValueError(f"weight is {weight.dtype}, want {x.dtype} as x is")
     if weight.stride(1) != 1 or x.stride(1) != 1:
@@ -71,8 +125,3 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
             "contiguous"
         )
     check_devices(x=x, weight=weight, bias=bias)
-    if not runs_triton(x):
-        return torch.nn.functional.linear(x, weight, bias)
-    from kernels.linear.triton_row import row_linear as launch
-
-    return launch(x, weight, bias)

@@ -41,6 +41,18 @@ ROW_CASES = (
     Case("wide, odd sizes", 1, 9001, 7, has_bias=True),
 )
 
+# Of a few rows: fewer than a tile's and all of them, odd sizes, tiles that programs share.
+FEW_ROWS_CASES = (
+    Case("two rows", 2, 64, 96),
+    Case("no output", 3, 8, 0),
+    Case("one output", 3, 16, 1, has_bias=True),
+    Case("one input", 5, 1, 33),
+    Case("odd sizes", 13, 37, 45, has_bias=True),
+    Case("a tile of rows", 16, 512, 128),
+    Case("a row more", 17, 528, 130, has_bias=True),
+    Case("the most rows, tiles that are shared", 64, 2064, 300),
+)
+
 
 def make(case: Case, dtype: torch.dtype, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x [T, in], weight [out, in] and bias [out] or None; outputs are of order 1."""

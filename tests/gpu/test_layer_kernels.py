@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from kernels.cases import to_device
+from kernels.devices import is_hopper
 from kernels.gated_activation import cases as gate_cases
 from kernels.gated_activation import gated_activation
+from kernels.linear import MAX_ROWS, row_linear, rows_linear, serves_row, serves_rows
 from kernels.linear import cases as linear_cases
 from kernels.linear import reference as linear_reference
-from kernels.linear import row_linear, serves_row
+from kernels.linear.rows_launch import WIDE
 from kernels.rms_norm import cases as norm_cases
 from kernels.rms_norm import rms_norm
 from kernels.rope import apply_rope_and_store_kv
@@ -67,6 +69,48 @@ def test_a_models_products_of_one_row(num_in: int, num_out: int, dtype: torch.dt
     there[0].copy_(other)
     graph.replay()
     assert_close(actual.cpu(), linear_reference.linear(other, weight, bias), magnitude=4.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("num_in", "num_out", "has_bias"),
+    [
+        (4096, 6144, True),
+        (4096, 4096, False),
+        (4096, 28672, False),
+        (14336, 4096, False),
+        (4096, 128_256, False),
+        (1024 + 16, 1000, True),
+        (64, 40, False),
+    ],
+)
+def test_a_models_products_of_few_rows(num_in: int, num_out: int, dtype: torch.dtype, *, has_bias: bool) -> None:
+    """A row has the same bits beside any others, in a graph, and beside the products of another stream."""
+    generator = torch.Generator(CUDA).manual_seed(0)
+    x = torch.randn(MAX_ROWS, num_in, generator=generator, dtype=dtype, device=CUDA)
+    weight = torch.randn(num_out, num_in, generator=generator, dtype=dtype, device=CUDA) * num_in**-0.5
+    bias = torch.randn(num_out, generator=generator, dtype=dtype, device=CUDA) if has_bias else None
+    assert num_out < WIDE or serves_rows(x, weight) == is_hopper(x)
+    every = rows_linear(x, weight, bias)
+    assert_close(every, linear_reference.linear(x, weight, bias), magnitude=4.0)
+    if not is_hopper(x):
+        return
+    for count in (2, 3, 16, 17, 33):
+        assert torch.equal(rows_linear(x[-count:], weight, bias), every[-count:])
+    rows = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [rows_linear(rows, weight, bias) for _ in range(3)]
+    rows.copy_(x.flip(0))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        graph.replay()
+        with torch.cuda.stream(side):
+            beside = rows_linear(x, weight, bias)
+    torch.cuda.synchronize()
+    assert torch.equal(beside, every)
+    assert all(torch.equal(one, every.flip(0)) for one in captured)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,7 +1,8 @@
 """What a decode step launches on a GPU, counted on the CPU: the layers take the GPU's branches, and launches of Triton
 kernels are recorded instead of run. Neither rows nor adapters add a launch.
 
-Products are counted apart from the other launches: of one row a Triton kernel computes them, of more rows torch.
+Products are counted apart from the other launches: of one row a Triton kernel computes them, of a few rows of 16-bit
+values another one, else torch.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
 from kernels import native
+from kernels.linear import MAX_ROWS
 from kernels.linear.choice import Form
+from kernels.linear.rows_launch import RowsLaunch
 from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
@@ -42,6 +46,7 @@ WITH_ADAPTERS = {
 IN_FP8 = {"rms_norm_kernel": 2, "rope_kernel": 1, "decode_kernel": 1, "gated_activation_fp8_kernel": 1}
 IN_FP8 |= {"quantize_rows_kernel": 1}
 PRODUCTS = 4 * NUM_LAYERS + 1
+BY = ("row_linear_kernel", "rows_linear_kernel", "torch")
 # The first norm, the list of decode's programs, and the choice of tokens in two launches.
 STEP = {"rms_norm_kernel": 1, "list_kernel": 1, "best_kernel": 1, "pick_kernel": 1}
 ROWS, MANY_ROWS, PROMPT = 6, 65, [5, 9, 200, 31, 77]
@@ -85,18 +90,15 @@ def make_engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     engine = build_engine(worker_config(checkpoint, native_code="off", max_rows=MANY_ROWS, **settings))
     for slot, rank in enumerate((4, 8)):
         adapter = make_adapter(tmp_path / f"adapter{slot}", checkpoint, rank=rank, seed=slot)
-        packed = pack(adapter, engine.capacities.model_fingerprint)
+        packed = pack(adapter, engine.capacities.model_fingerprint, getattr(torch, engine.capacities.dtype))
         engine.slots.load(slot, 1, packed.digest, packed)
     return engine
 
 
-def launched(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slots: Sequence[int | None], sampling: RowSampling = GREEDY
-) -> tuple[Counter[str], int]:
-    """Launches by kernel, and matrix products, of a decode step of rows with these slots.
-
-    The products of one row are Triton launches, and of these no launch beside.
-    """
+def all_launched(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slots: Sequence[int | None], sampling: RowSampling
+) -> Counter[str]:
+    """Launches by kernel of a decode step of rows with these slots, and torch's matrix products."""
     new = [
         NewRow(
             row=row,
@@ -132,8 +134,18 @@ def launched(
         replace_launches(patched, launcher)
         output = engine.execute(make_plan(2))
     assert output.token_ids.tolist() == [1] * len(slots)
-    assert (recorded["row_linear_kernel"], products.count).count(0) == 1, "all of them by one or the other"
-    return recorded, products.count + recorded.pop("row_linear_kernel", 0)
+    recorded["torch"] = products.count
+    return recorded
+
+
+def launched(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slots: Sequence[int | None], sampling: RowSampling = GREEDY
+) -> tuple[Counter[str], int]:
+    """Launches by kernel beside the products, and products, of a decode step of rows with these slots."""
+    recorded = all_launched(engine, monkeypatch, slots, sampling)
+    products = [recorded.pop(name, 0) for name in BY]
+    assert products.count(0) == len(BY) - 1, "all of them by one"
+    return recorded, sum(products)
 
 
 def step_of(*layer: dict[str, int], own: dict[str, int] | None = None) -> Counter[str]:
@@ -179,6 +191,22 @@ def test_launches_of_a_step_with_fp8_weights(
     assert launched(engine, monkeypatch, slots) == (expected, PRODUCTS)
     assert ([False] * NUM_LAYERS if slots[0] is None else []) == VALUES, "nobody reads them but adapters"
     assert sum(IN_FP8.values()) == 6
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("slots", [[None], [0, 1, None]], ids=["base", "adapters"])
+def test_launches_of_a_step_of_16_bit_values(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: list[int | None], num_rows: int
+) -> None:
+    """A launch for each product, of as many rows as it takes, and none that joins its parts."""
+    launch = RowsLaunch(block_out=64, block_in=128, programs=2, most_rows=MAX_ROWS)
+    monkeypatch.setattr("kernels.linear.launch_of", lambda *sizes: launch)
+    engine = make_engine(checkpoint, tmp_path, monkeypatch, dtype="bfloat16")
+    of_rows = [slots[row % len(slots)] for row in range(num_rows)]
+    has_adapters = any(slot is not None for slot in of_rows)
+    by = BY[0] if num_rows == 1 else BY[1] if num_rows <= MAX_ROWS else BY[2]
+    expected = step_of(WITH_ADAPTERS if has_adapters else LAYER) + Counter({by: PRODUCTS})
+    assert +all_launched(engine, monkeypatch, of_rows, GREEDY) == expected
 
 
 def test_rows_that_draw_launch_no_more_than_greedy_ones(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ OPS = {
     "fp8_linear",
     "fp8_rows",
     "row_linear",
+    "rows_linear",
     "copy_blocks",
     "swap_blocks",
     "paged_attention",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kernels import tune_sampling
+from benchmarks.kernels import tune_rows
 from kernels.sampling import triton_kernel
 from kernels.sampling.launch import SampleLaunch, Sizes, sample_launch
 from kernels.tuning import write_table
@@ -39,7 +39,7 @@ def test_a_table_replaces_the_defaults_in_its_bucket(tmp_path: Path, monkeypatch
 
 def test_no_launch_changes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the tuner's own check."""
-    problem = tune_sampling.problem(2, 300, torch.device("cpu"), torch.bfloat16)
+    problem = tune_rows.sample_problem(2, 300, torch.device("cpu"), torch.bfloat16)
     assert problem.sizes == {"dtype": "bfloat16", "rows": 2, "vocab": 300}
     assert problem.default in problem.candidates
     some = SampleLaunch(256, 128, 1, 1)
@@ -52,5 +52,5 @@ def test_no_launch_changes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_bucket_is_searched_once() -> None:
     for is_short in (True, False):
-        every = list(tune_sampling.shapes(is_short))
+        every = list(tune_rows.sample_shapes(is_short))
         assert len(every) == len(set(every)) >= 1

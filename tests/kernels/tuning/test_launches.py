@@ -70,7 +70,7 @@ def test_a_bucket_that_no_call_is_in_is_refused(bucket: str, tmp_path: Path) -> 
 
 def test_a_table_of_no_op_is_refused(tmp_path: Path) -> None:
     write_table("lora_shrunk", DEVICE, {}, {}, tmp_path)
-    with pytest.raises(ValueError, match=r"no op is called lora_shrunk, want one of \['lora_expand', 'lora_shrink'"):
+    with pytest.raises(ValueError, match=r"no op is called lora_shrunk, want one of \['linear_rows', 'lora_expand'"):
         check_tables(DEVICE, tmp_path)
 
 
