@@ -40,7 +40,7 @@ from tests.kernels.lora.vectors import with_every_vector
 from tests.kernels.replaced_launches import replace_launches
 
 WITHOUT_FP8, WITH_FP8 = GPUTarget("cuda", 86, 32), GPUTarget("cuda", 89, 32)
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, positional and named arguments
 
 

@@ -24,6 +24,7 @@ def compile_for_h200(
     num_warps: int = 4,
     num_stages: int = 3,
     is_fused: bool = True,
+    maxnreg: int | None = None,
 ) -> Any:
     """Triton's compiled kernel: asm["ptx"], metadata.shared.
 
@@ -42,7 +43,9 @@ def compile_for_h200(
         constexprs={(position[name],): value for name, value in constants.items()},
         attrs={(position[name],): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": is_fused}
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": is_fused}
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
     return triton.compile(source, target=H200, options=options)
 
 

@@ -191,7 +191,7 @@ def llama_group(widths: tuple[int, ...], in_features: int = 4096) -> ModuleGroup
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_adapters", "blocks", "steps"),
-    [(64, 8, 11, (1, 1, 1)), (64, 64, 64, (4, 8, 2)), (256, 8, 23, (1, 2, 1)), (256, 64, 76, (4, 8, 2))],
+    [(64, 8, 11, (1, 1, 1)), (64, 64, 64, (4, 4, 2)), (256, 8, 23, (1, 1, 1)), (256, 64, 76, (4, 4, 2))],
 )
 def test_programs_follow_the_adapters_of_the_step_not_the_slots(
     num_tokens: int,

@@ -38,14 +38,26 @@ PAGES = {"TILE_WIDTH": 1024, "PAGE_RANKS": 8}
 
 
 def compile_kernel(
-    kernel: Any, dtype: str, constants: dict[str, Any], num_stages: int, *, is_fused: bool, num_warps: int = 4
+    kernel: Any,
+    dtype: str,
+    constants: dict[str, Any],
+    num_stages: int,
+    *,
+    is_fused: bool,
+    num_warps: int = 4,
+    maxnreg: int | None = None,
 ) -> None:
     """With pointers of `dtype`, but for the indices and float32 tables."""
     types = dict.fromkeys(ROWS, f"*{dtype}") | dict.fromkeys(FLOAT32, "*fp32") | {"eps": "fp32"}
     types["weight_offset"] = "fp32"
     types |= dict.fromkeys(INT64, "*i64") | {"scaling": "fp32"}
     others = [name for name in kernel.arg_names if not name.endswith("_ptr") and name not in SIZES_OF_16]
-    options: dict[str, Any] = {"num_stages": num_stages, "is_fused": is_fused, "num_warps": num_warps}
+    options: dict[str, Any] = {
+        "num_stages": num_stages,
+        "is_fused": is_fused,
+        "num_warps": num_warps,
+        "maxnreg": maxnreg,
+    }
     compiled = compile_for_h200(kernel, constants, types, not_of_16=others, **options)
     ptx = compiled.asm["ptx"]
     line = {"kernel": kernel.__name__, "dtype": dtype, "shared_bytes": compiled.metadata.shared}
@@ -77,11 +89,14 @@ def compile_shrink(tokens: int, ranks: int) -> None:
 
 
 def compile_folded() -> None:
-    """In the kernel that reads its rows: an 8B Llama's gate."""
+    """In the kernel that reads its rows: an 8B Llama's gate, with vectors, and with few registers without them."""
     warps, stages = gate.NUM_WARPS, gate.NUM_STAGES
     constants = {"WIDTH": 14336, "IS_JOINT": False, "ACTIVATION": "silu", "BLOCK_T": 16, "BLOCK_N": 128}
     constants |= {"RUNS": triton_pages.runs_of(128, warps)} | EXPANDED | PAGES
     compile_kernel(gate.gate_expand_kernel, "bf16", constants, num_stages=stages, is_fused=False, num_warps=warps)
+    constants |= dict.fromkeys(VECTORS, False) | {"BLOCK_R": triton_pages.LEAST_EXPAND_RANKS, "PAGE_VALUES": 1}
+    few: dict[str, Any] = {"num_warps": warps, "maxnreg": gate.FEW_REGISTERS}
+    compile_kernel(gate.gate_expand_kernel, "bf16", constants, num_stages=stages, is_fused=False, **few)
 
 
 def main() -> None:
