@@ -1,4 +1,4 @@
-"""Eager steps and mixed steps: their time, and the CPU time of the thread that queues them."""
+"""Eager steps and mixed steps: their time, the CPU time of the thread that queues them, and where it waits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import io
 import pstats
 import statistics
 import time
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -57,6 +59,24 @@ def _line(name: str, submit: Callable[[], PendingStep]) -> None:
     host_ms = _run(submit, NUM_STEPS)
     step_ms = (time.perf_counter() - began_s) * 1000 / NUM_STEPS
     print(f"  {name:<42} {step_ms:>8.2f} {statistics.median(host_ms):>8.2f}", flush=True)
+    if places := _waits(submit):
+        print(f"    waits for the device at {', '.join(places)}", flush=True)
+
+
+def _waits(submit: Callable[[], PendingStep]) -> list[str]:
+    """Where the thread that queues a step waits for the GPU, as torch notices it."""
+    if not torch.cuda.is_available():
+        return []
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step = submit()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    step.wait()
+    places = [f"{Path(warning.filename).name}:{warning.lineno}" for warning in caught]
+    return [f"{place} ({count})" for place, count in Counter(places).most_common()]
 
 
 def _run(submit: Callable[[], PendingStep], num_steps: int) -> list[float]:
