@@ -140,9 +140,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
     By numpy, in this thread alone: torch's threads wait by spinning, which takes cores from the steps beside a load.
     """
-    bits = tensor.contiguous().view(_BITS[tensor.itemsize]).numpy()
-    if not bits.size:
+    if not tensor.numel() or not tensor.is_floating_point():
         return True
+    bits = tensor.contiguous().view(_BITS[tensor.itemsize]).numpy()
     # With the sign as a sign positive values are the largest ones, with the sign as a bit negative values are.
     unsigned, infinity = bits.view(f"u{tensor.itemsize}"), _INFINITY[tensor.dtype]
     return int(bits.max()) < infinity and int(unsigned.max()) < infinity | 1 << 8 * tensor.itemsize - 1

@@ -23,6 +23,10 @@ def test_one_value_that_is_not_finite_is_noticed_wherever_it_is(dtype: torch.dty
             assert not is_finite(tensor), (value, place)
 
 
+def test_every_integer_is_finite() -> None:
+    assert is_finite(torch.tensor([0, -1, 0x7F800000, -(1 << 31)], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_value_of_16_bits_is_judged_as_torch_does(dtype: torch.dtype) -> None:
     values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
