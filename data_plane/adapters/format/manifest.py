@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -27,6 +28,8 @@ from data_plane.errors import AdapterCorrupt
 
 # About 300 bytes per module; a very large model has 10 000 modules.
 MAX_MANIFEST_BYTES = 16 << 20
+# Each load reads its manifest in up to three places. Reading it takes Python's lock for milliseconds, beside steps.
+KEPT_MANIFESTS = 4
 
 _COLUMNS = "page_columns"
 _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
@@ -121,6 +124,12 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
     actual = hashlib.sha256(data).hexdigest()
     if actual != digest:
         raise AdapterCorrupt(f"adapter {digest}: its manifest hashes to {actual}")
+    return _parse(data, digest)
+
+
+@functools.lru_cache(maxsize=KEPT_MANIFESTS)
+def _parse(data: bytes, digest: str) -> Manifest:
+    """The manifest. Raises AdapterCorrupt where it is none that this worker reads."""
     try:
         raw = json.loads(data)
         given = raw if isinstance(raw, dict) else {}

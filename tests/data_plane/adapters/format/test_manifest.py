@@ -32,3 +32,17 @@ def test_the_tensors_of_a_chunk_are_all_of_its_bytes_behind_the_header(vectors: 
         assert sum(tensor.nbytes for tensor in tensors) == len(data) - header
         found = sorted(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
         assert all(part in data[header:] for part in found)
+
+
+def test_a_manifest_is_parsed_once_in_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack(8, seed=31)
+    first = read_manifest(packed.manifest, packed.digest)
+    monkeypatch.setattr("data_plane.adapters.format.manifest.json", None)
+    assert read_manifest(bytes(bytearray(packed.manifest)), packed.digest) is first
+
+
+def test_other_bytes_under_the_digest_of_a_manifest_that_was_read_are_refused() -> None:
+    packed = pack(8, seed=32)
+    read_manifest(packed.manifest, packed.digest)
+    with pytest.raises(AdapterCorrupt, match="hashes to"):
+        read_manifest(packed.manifest[:-1] + b" ", packed.digest)
