@@ -26,14 +26,13 @@ import torch
 from benchmarks.engine.driver import Driver
 from benchmarks.engine.step_times import BLOCK_SIZE, INCOMPLETE, RANK
 from benchmarks.gpu_targets import base_only, host_part, loads, peers, served
-from benchmarks.gpu_targets.engines import PackedVariants, Setup, blocks_of, free_memory
+from benchmarks.gpu_targets.engines import TOKEN_BUDGET, PackedVariants, Setup, blocks_of, free_memory
 from benchmarks.serving.checkpoints import SHAPES
 from data_plane.config import WorkerConfig
 from data_plane.worker import host_tier, settle
 
 PARTS = ("base", "loads", "eager", "peers", "served")
 IN_ENGINE = ("base", "loads", "eager", "peers")  # parts that share an engine
-TOKEN_BUDGET = 4096  # of a step
 NUM_EAGER_ADAPTERS = 8
 NUM_PINNED = 16  # adapters that the pinned memory of part loads holds
 

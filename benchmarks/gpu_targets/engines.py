@@ -24,6 +24,7 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 
 MAX_ADAPTER_BYTES = 1 << 30
+TOKEN_BUDGET = 4096  # of a step
 
 
 @dataclass(frozen=True)

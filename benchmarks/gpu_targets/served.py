@@ -11,7 +11,7 @@ import asyncio
 from motet import Client
 
 from benchmarks.engine.step_times import RANK
-from benchmarks.gpu_targets.engines import Setup, blocks_of
+from benchmarks.gpu_targets.engines import TOKEN_BUDGET, Setup, blocks_of
 from benchmarks.serving.checkpoints import SHAPES, make_ranked_adapter
 from benchmarks.serving.measure import drive, summarise
 from benchmarks.serving.run import warm_up
@@ -36,7 +36,14 @@ def measure(setup: Setup, num_tokens: int) -> None:
         seed=0,
     )
     flags = ["--device", setup.device.type, "--dtype", setup.dtype, "--warm-up", "off"]
-    flags += ["--max-rows", str(setup.num_rows), "--max-model-len", str(tokens_per_row)]
+    flags += [
+        "--token-budget",
+        str(TOKEN_BUDGET),
+        "--max-rows",
+        str(setup.num_rows),
+        "--max-model-len",
+        str(tokens_per_row),
+    ]
     flags += ["--num-blocks", str(blocks_of(setup.num_rows + 1, tokens_per_row))]
     flags += ["--arena-bytes", str(setup.arena_bytes(2 * NUM_ADAPTERS))]
     if setup.device.type == "cuda":
