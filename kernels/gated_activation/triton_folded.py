@@ -277,7 +277,7 @@ def gate_expand_kernel(
             up_rank = tl.load(rank_ptr + table)
             up_first = tl.load(first_ptr + table)
             up_scaling = tl.load(scaling_ptr + table)
-            tokens, is_token = tokens_in_rows(order_ptr, start, end, BLOCK_T)
+            tokens, is_token = tokens_in_rows(order_ptr, start, end, BLOCK_T, RUNS)
             first += tl.cdiv(rank, PAGE_RANKS) * in_tiles  # B lies behind A
             up_first += tl.cdiv(up_rank, PAGE_RANKS) * in_tiles
             out_features = 2 * WIDTH if IS_JOINT else WIDTH
@@ -304,7 +304,13 @@ def gate_expand_kernel(
                 page_ids_ptr, values_ptr, dora_scale_ptr, lora_bias_ptr, base_bias_ptr, width, stride_hp, stride_hs,
                 stride_ht, stride_dora_scale, stride_lora_bias,
             )  # fmt: skip
-            if end - start == 1:
+            if RUNS == 1:
+                gate_tiles(
+                    *arguments, 1, BLOCK_T, dtype, WIDTH, ACTIVATION, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP,
+                    NUM_PLANES, H_ALIGN, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS,
+                    PAGE_VALUES,
+                )  # fmt: skip
+            elif end - start == 1:
                 gate_tiles(
                     *arguments, RUNS, 1, dtype, WIDTH, ACTIVATION, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP,
                     NUM_PLANES, H_ALIGN, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS,
@@ -372,7 +378,7 @@ def gated_activation(expansion: Expansion, activation: str, columns: int) -> tor
         ACTIVATION=activation,
         BLOCK_T=rows,
         BLOCK_N=columns,
-        RUNS=runs_of(columns, NUM_WARPS),
+        RUNS=runs_of(columns, NUM_WARPS, y.element_size()),
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
         enable_fp_fusion=False,

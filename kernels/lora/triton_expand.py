@@ -202,7 +202,7 @@ def expand_kernel(
         rank = tl.load(rank_ptr + table)
         first = tl.load(first_ptr + table)
         scaling = tl.load(scaling_ptr + table)
-        tokens, is_token = tokens_in_rows(order_ptr, start, end, BLOCK_T)
+        tokens, is_token = tokens_in_rows(order_ptr, start, end, BLOCK_T, RUNS)
         if rank > 0:
             first += tl.cdiv(rank, PAGE_RANKS) * in_tiles  # B lies behind A
             pages = b_pages(
@@ -220,7 +220,12 @@ def expand_kernel(
                 dora_scale_ptr, lora_bias_ptr, base_bias_ptr, width, stride_hp, stride_hs, stride_ht,
                 stride_dora_scale, stride_lora_bias,
             )  # fmt: skip
-            if end - start == 1:
+            if RUNS == 1:
+                expand_tiles(
+                    *arguments, 1, BLOCK_T, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP, NUM_PLANES, H_ALIGN,
+                    ADD_INPUTS, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
+                )  # fmt: skip
+            elif end - start == 1:
                 expand_tiles(
                     *arguments, RUNS, 1, BLOCK_T, BLOCK_R, BLOCK_N, ONE_STEP, NUM_PLANES, H_ALIGN,
                     ADD_INPUTS, HAS_DORA_SCALE, HAS_LORA_BIAS, HAS_BASE_BIAS, TILE_WIDTH, PAGE_RANKS, PAGE_VALUES,
@@ -324,7 +329,7 @@ def expand(
         ALIGN=16 if all(features % 16 == 0 for features in group.out_features) else 1,
         BLOCK_T=padded_block_tokens(segments.block_tokens),
         BLOCK_N=launch.out_columns,
-        RUNS=runs_of(launch.out_columns, launch.num_warps),
+        RUNS=runs_of(launch.out_columns, launch.num_warps, y.element_size()),
         ADD_INPUTS=add_inputs,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

@@ -225,16 +225,21 @@ def product(
 
 
 @triton.jit
-def tokens_in_rows(order_ptr, start, end, BLOCK_T: tl.constexpr):
+def tokens_in_rows(order_ptr, start, end, BLOCK_T: tl.constexpr, RUNS: tl.constexpr):
     """The tokens order[start : end] as int64 [BLOCK_T], and which rows have one.
 
-    A block of one token has it in every row, one of half as many as rows has each in two; see `spread`.
+    If columns are spread in RUNS, a block of one token has it in every row, one of half as many as rows has each in
+    two; see `spread`.
     """
-    rows = tl.arange(0, BLOCK_T)
-    count = end - start
-    offs = tl.where(count <= BLOCK_T // 2, rows % (BLOCK_T // 2), rows)
-    tokens = tl.load(order_ptr + start + tl.minimum(offs, tl.maximum(count - 1, 0)))
-    return tokens.to(tl.int64), (offs < count) | (count == 1)
+    if RUNS == 1:
+        tokens, is_token = tokens_between(order_ptr, start, end, BLOCK_T)
+    else:
+        rows = tl.arange(0, BLOCK_T)
+        count = end - start
+        offs = tl.where(count <= BLOCK_T // 2, rows % (BLOCK_T // 2), rows)
+        tokens = tl.load(order_ptr + start + tl.minimum(offs, tl.maximum(count - 1, 0))).to(tl.int64)
+        is_token = (offs < count) | (count == 1)
+    return tokens, is_token
 
 
 @triton.jit
@@ -307,6 +312,10 @@ def completed(
     return tl.where(rank > 0, acc, base)
 
 
-def runs_of(columns: int, num_warps: int) -> int:
-    """How many runs of columns one token's products are spread in: a product's warps have 8 columns each in turn."""
-    return max(1, min(LEAST_EXPAND_RANKS, columns // (8 * num_warps)))
+def runs_of(columns: int, num_warps: int, itemsize: int) -> int:
+    """How many runs of columns one token's products are spread in: a product's warps have 8 columns each in turn.
+
+    1 for float32, whose products are not those of tensor cores: every row is computed, and a kernel is compiled in a
+    third of the time.
+    """
+    return max(2, min(LEAST_EXPAND_RANKS, columns // (8 * num_warps))) if itemsize == 2 else 1

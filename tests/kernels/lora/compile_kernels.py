@@ -92,7 +92,7 @@ def compile_folded() -> None:
     """In the kernel that reads its rows: an 8B Llama's gate, with vectors, and with few registers without them."""
     warps, stages = gate.NUM_WARPS, gate.NUM_STAGES
     constants = {"WIDTH": 14336, "IS_JOINT": False, "ACTIVATION": "silu", "BLOCK_T": 16, "BLOCK_N": 128}
-    constants |= {"RUNS": triton_pages.runs_of(128, warps)} | EXPANDED | PAGES
+    constants |= {"RUNS": triton_pages.runs_of(128, warps, itemsize=2)} | EXPANDED | PAGES
     compile_kernel(gate.gate_expand_kernel, "bf16", constants, num_stages=stages, is_fused=False, num_warps=warps)
     constants |= dict.fromkeys(VECTORS, False) | {"BLOCK_R": triton_pages.LEAST_EXPAND_RANKS, "PAGE_VALUES": 1}
     few: dict[str, Any] = {"num_warps": warps, "maxnreg": gate.FEW_REGISTERS}
@@ -105,7 +105,7 @@ def main() -> None:
     expand = {"BLOCK_T": 32, "BLOCK_N": 128, "ADD_INPUTS": True, "stride_yn": 1} | EXPANDED | PAGES
     expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_MODULES": 3, "ALIGN": 16, "NUM_PLANES": 8}
     launch = ExpandLaunch.default(PAGES["TILE_WIDTH"])
-    expand["RUNS"] = triton_pages.runs_of(expand["BLOCK_N"], launch.num_warps)
+    expand["RUNS"] = triton_pages.runs_of(expand["BLOCK_N"], launch.num_warps, itemsize=2)
     warps, stages = launch.num_warps, launch.num_stages
     compile_kernel(triton_expand.expand_kernel, "bf16", expand, num_stages=stages, is_fused=False, num_warps=warps)
     compile_folded()
