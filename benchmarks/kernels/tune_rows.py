@@ -67,8 +67,8 @@ def sample_problem(num_rows: int, vocab: int, device: torch.device, dtype: torch
 
 
 def linear_shapes(is_short: bool) -> Iterator[tuple[int, int]]:
-    """(inputs, outputs) of q k v, o, gate and up, down, and the head."""
-    yield from ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+    """(inputs, outputs) of gate and up, down, and the head. By default q k v and o are torch's."""
+    yield from ((4096, 28672), (14336, 4096))
     if not is_short:
         yield 4096, 128_256
 

@@ -48,8 +48,9 @@ class RowsLaunch:
     def default(cls, sizes: Sizes) -> RowsLaunch:
         """Parameters for a weight where nothing was measured; see benchmarks/LOG.md, 2026-11-27.
 
-        Many outputs are enough tiles for all multiprocessors. Few outputs of many inputs are cut in parts. Few of both
-        are not worth joining parts: narrower tiles, which read the rows of x more often.
+        Many outputs are enough tiles for all multiprocessors. Few outputs of many inputs are cut in parts. Of few of
+        both the parts cost more than they bring, so they are torch's. What a table may say for them, narrower tiles
+        that need no parts and read the rows of x more often, was not measured.
         """
         if sizes.num_out >= WIDE:
             return cls(block_out=64, block_in=128, programs=2, most_rows=MAX_ROWS)
