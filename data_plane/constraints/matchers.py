@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from contract.sampling import GRAMMAR_LIMITS
@@ -31,13 +32,40 @@ class ConstraintFailed(Exception):
     """The grammar cannot be followed any further; the message says why."""
 
 
-class Matcher:
-    """Where one completion is in its grammar. Used from one thread at a time."""
+@dataclass(slots=True, eq=False)
+class _Grammar:
+    """One that is built. Its copies share its lexer, and what breaks the lexer stops all of them."""
 
-    def __init__(self, inner: llguidance.LLMatcher, spare: llguidance.LLMatcher, num_tokens: int) -> None:
+    inner: llguidance.LLMatcher  # at the beginning, follows nothing itself
+    num_rows: int = 0  # that were given a copy
+
+    def is_broken(self) -> bool:
+        """Whether the lexer is over a limit for good: then a text cannot even begin."""
+        probe = self.inner.deep_copy()
+        probe.compute_bitmask()
+        return bool(probe.is_error())
+
+
+class Matcher:
+    """Where one completion is in its grammar. Used from one thread at a time.
+
+    It fails by a limit of the lexer only where this completion needs that much by itself: if the lexer that it shares
+    with other rows breaks, it goes on with one of its own.
+    """
+
+    def __init__(
+        self,
+        inner: llguidance.LLMatcher,
+        spare: llguidance.LLMatcher,
+        num_tokens: int,
+        renew: Callable[[], llguidance.LLMatcher | None],
+    ) -> None:
+        """`renew`: a matcher at the beginning with a lexer of its own; None where this would change nothing."""
         self._inner = inner
         self._spare = spare  # one that failed: it takes no token, in no time
         self._num_words = -(-num_tokens // 32)
+        self._renew: Callable[[], llguidance.LLMatcher | None] | None = renew  # None: it has its own
+        self._followed: list[int] = []  # tokens; forgotten with `renew`
 
     def follow(self, token_id: int) -> None:
         """Go on behind a token. Raises ConstraintFailed."""
@@ -47,12 +75,28 @@ class Matcher:
     def check(self) -> None:
         """Raise ConstraintFailed where a token could not be followed."""
         if self._inner.is_error():
+            self._start_again()
+        if self._inner.is_error():
             raise ConstraintFailed(self._inner.get_error())
 
     def write_mask(self, words: Int32Array) -> None:
         """Set the bits of the tokens that may come next in the first words. Raises ConstraintFailed."""
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
-        self.check()
+        if self._inner.is_error():
+            self.check()
+            self._inner.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
+            self.check()
+
+    def _start_again(self) -> None:
+        """Follow the tokens once more with a lexer of its own, if the shared one is what failed."""
+        renew, self._renew = self._renew, None
+        followed, self._followed = self._followed, []
+        renewed = renew() if renew is not None else None
+        if renewed is None:
+            return
+        self._inner = renewed
+        for token_id in followed:
+            Matcher.follow_all([self], [token_id])
 
     def forced(self) -> list[int]:
         """The tokens that must come next, as far as there is no choice."""
@@ -62,6 +106,9 @@ class Matcher:
     @staticmethod
     def follow_all(matchers: Sequence[Matcher], token_ids: Sequence[int]) -> None:
         """Let each matcher go on behind a token. `check` says of each whether it could."""
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            if matcher._renew is not None:
+                matcher._followed.append(token_id)
         pairs = [(matcher._inner, token_id) for matcher, token_id in zip(matchers, token_ids, strict=True)]
         # llguidance releases Python's lock in this call only, and only for more than one matcher (1.9.1).
         spare = [(matchers[0]._spare, 0)] if len(pairs) == 1 else []
@@ -92,7 +139,7 @@ class Matchers:
 
     def __init__(self) -> None:
         self._vocabularies: OrderedDict[str, llguidance.LLTokenizer] = OrderedDict()
-        self._grammars: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._grammars: OrderedDict[str, _Grammar] = OrderedDict()
         self._lock = threading.Lock()  # of the grammars
 
     def read(self, vocabulary: Vocabulary) -> None:
@@ -114,21 +161,43 @@ class Matchers:
             found = self._grammars.get(constraint.digest)
             if found is not None:
                 self._grammars.move_to_end(constraint.digest)
-                return _copy(found, vocabulary, constraint)
+                return self._copy(found, vocabulary, constraint)
         return lambda: self._build(constraint, vocabulary)
 
     def _build(self, constraint: RowConstraint, vocabulary: llguidance.LLTokenizer) -> Matcher:
-        import llguidance
-
-        limits = llguidance.LLParserLimits(**GRAMMAR_LIMITS)
-        built = llguidance.LLMatcher(vocabulary, constraint.grammar, log_level=0, limits=limits)
-        if built.is_error():
-            raise ConstraintFailed(built.get_error())
+        built = _Grammar(_new(constraint, vocabulary))
         with self._lock:
             self._grammars[constraint.digest] = built
             while len(self._grammars) > MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
-            return _copy(built, vocabulary, constraint)
+            return self._copy(built, vocabulary, constraint)
+
+    def _copy(self, grammar: _Grammar, vocabulary: llguidance.LLTokenizer, constraint: RowConstraint) -> Matcher:
+        import llguidance
+
+        grammar.num_rows += 1
+        spare = llguidance.LLMatcher(vocabulary, "", log_level=0)
+        return Matcher(
+            grammar.inner.deep_copy(),
+            spare,
+            constraint.vocabulary.num_tokens,
+            lambda: self._renew(grammar, vocabulary, constraint),
+        )
+
+    def _renew(
+        self, grammar: _Grammar, vocabulary: llguidance.LLTokenizer, constraint: RowConstraint
+    ) -> llguidance.LLMatcher | None:
+        """For a row that failed: the grammar with a lexer that no other row uses. None: it would fail with that too."""
+        if not grammar.is_broken():
+            return None
+        with self._lock:
+            # The next row builds it anew.
+            if self._grammars.get(constraint.digest) is grammar:
+                del self._grammars[constraint.digest]
+            if grammar.num_rows == 1:
+                return None
+        logger.info("grammar built anew for a row digest=%s rows=%d", constraint.digest[:12], grammar.num_rows)
+        return _new(constraint, vocabulary)
 
     def _vocabulary(self, vocabulary: Vocabulary) -> llguidance.LLTokenizer:
         try:
@@ -150,8 +219,11 @@ class Matchers:
         return found
 
 
-def _copy(grammar: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer, constraint: RowConstraint) -> Matcher:
+def _new(constraint: RowConstraint, vocabulary: llguidance.LLTokenizer) -> llguidance.LLMatcher:
     import llguidance
 
-    spare = llguidance.LLMatcher(vocabulary, "", log_level=0)
-    return Matcher(grammar.deep_copy(), spare, constraint.vocabulary.num_tokens)
+    limits = llguidance.LLParserLimits(**GRAMMAR_LIMITS)
+    built = llguidance.LLMatcher(vocabulary, constraint.grammar, log_level=0, limits=limits)
+    if built.is_error():
+        raise ConstraintFailed(built.get_error())
+    return built

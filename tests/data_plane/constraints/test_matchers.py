@@ -1,16 +1,60 @@
-"""Grammars where the library that follows them is missing."""
+"""Grammars where the library that follows them is missing, and rows of one grammar whose lexer is used up."""
 
 from __future__ import annotations
 
+import logging
 import sys
 
+import llguidance
+import numpy as np
 import pytest
 
-from data_plane.constraints.matchers import ConstraintFailed, Matchers
-from data_plane.plan import Vocabulary
-from tests.data_plane.constraints.test_masks import row_of, vocabulary
+from contract.sampling import GRAMMAR_LIMITS
+from data_plane.constraints.matchers import ConstraintFailed, Matcher, Matchers
+from data_plane.plan import Int32Array, RowConstraint, Vocabulary
+from tests.data_plane.constraints.test_masks import END, NUM_TOKENS, row_of, vocabulary
 
 __all__ = ["vocabulary"]  # a fixture
+LENGTH = 300
+# Each character is a state of the lexer. With the limit below, one text is within it and the two together are not.
+TWO_LENGTHS = f"a[0-9]{{{LENGTH}}}|b[a-z]{{{LENGTH}}}"
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few states, so that few tokens use them up."""
+    monkeypatch.setitem(GRAMMAR_LIMITS, "max_lexer_states", 500)
+
+
+def constraint_of(regex: str, vocabulary: Vocabulary) -> RowConstraint:
+    return RowConstraint(regex, llguidance.LLMatcher.grammar_from_regex(regex), vocabulary)
+
+
+def begin(matchers: Matchers, regex: str, vocabulary: Vocabulary) -> Matcher:
+    found = matchers.find(constraint_of(regex, vocabulary))
+    return found if isinstance(found, Matcher) else found()
+
+
+def ids_of(text: str) -> list[int]:
+    """Tokens of make_tokenizer for characters of ASCII."""
+    return [ord(character) - ord("!") + 2 for character in text]
+
+
+def mask(matcher: Matcher) -> Int32Array:
+    words = np.zeros(-(-NUM_TOKENS // 32), dtype=np.int32)
+    matcher.write_mask(words)
+    return words
+
+
+def ids_in(words: Int32Array) -> list[int]:
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def follow(matcher: Matcher, text: str) -> None:
+    """As a worker does: a mask, in which the token is, and then the token."""
+    for token_id in ids_of(text):
+        assert token_id in ids_in(mask(matcher))
+        matcher.follow(token_id)
 
 
 def test_a_constraint_fails_by_name_where_llguidance_is_missing(
@@ -23,3 +67,66 @@ def test_a_constraint_fails_by_name_where_llguidance_is_missing(
     matchers.read(vocabulary)  # is logged
     with pytest.raises(ConstraintFailed, match="the worker lacks the package llguidance: install it there"):
         matchers.find(constraint)
+
+
+def test_a_row_is_not_failed_by_what_earlier_rows_took(
+    vocabulary: Vocabulary, limits: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each text is within the limits, both together are not. Rows that run and rows that begin go on."""
+    caplog.set_level(logging.INFO)
+    matchers = Matchers()
+    running = begin(matchers, TWO_LENGTHS, vocabulary)
+    follow(running, "a" + "7" * 50)
+    follow(begin(matchers, TWO_LENGTHS, vocabulary), "a" + "7" * LENGTH)
+    follow(begin(matchers, TWO_LENGTHS, vocabulary), "b" + "q" * LENGTH)
+    assert "grammar built anew for a row" in caplog.text
+    # This one had followed 51 tokens when the lexer broke.
+    alone = begin(Matchers(), TWO_LENGTHS, vocabulary)
+    follow(alone, "a" + "7" * 50)
+    assert mask(running).tolist() == mask(alone).tolist()
+    follow(running, "7" * (LENGTH - 50))
+    assert ids_in(mask(running)) == [END]
+    follow(begin(matchers, TWO_LENGTHS, vocabulary), "b" + "q" * LENGTH)
+
+
+def test_rows_whose_tokens_are_followed_together_go_on_alike(vocabulary: Vocabulary, limits: None) -> None:
+    matchers = Matchers()
+    rows = [begin(matchers, TWO_LENGTHS, vocabulary) for _ in range(3)]
+    letters = ["a" + "7" * LENGTH, "b" + "q" * LENGTH, "b" + "z" * LENGTH]
+    for tokens in zip(*[ids_of(text) for text in letters], strict=True):
+        assert all(token in ids_in(mask(row)) for row, token in zip(rows, tokens, strict=True))
+        Matcher.follow_all(rows, tokens)
+        for row in rows:
+            row.check()
+    assert [ids_in(mask(row)) for row in rows] == [[END]] * 3
+
+
+def test_a_text_beyond_the_limits_fails_and_leaves_the_grammar_to_others(
+    vocabulary: Vocabulary, limits: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    matchers, regex = Matchers(), "[0-9]{900}"
+    with pytest.raises(ConstraintFailed, match="too many states"):
+        follow(begin(matchers, regex, vocabulary), "7" * 900)
+    assert not caplog.records  # no other row had its lexer: it is not tried again
+    beside = begin(matchers, regex, vocabulary)
+    follow(beside, "7" * 50)
+    with pytest.raises(ConstraintFailed, match="too many states"):
+        follow(begin(matchers, regex, vocabulary), "7" * 900)
+    assert len(caplog.records) == 1  # it was tried again, once
+    follow(beside, "7" * 50)
+    follow(begin(matchers, regex, vocabulary), "7" * 50)
+
+
+def test_a_token_that_does_not_fit_fails_its_row_alone(
+    vocabulary: Vocabulary, limits: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    matchers = Matchers()
+    beside = begin(matchers, TWO_LENGTHS, vocabulary)
+    failed = begin(matchers, TWO_LENGTHS, vocabulary)
+    follow(failed, "a7")
+    with pytest.raises(ConstraintFailed, match="doesn't satisfy the grammar"):
+        failed.follow(ids_of("q")[0])
+    follow(beside, "a7")
+    assert isinstance(matchers.find(constraint_of(TWO_LENGTHS, vocabulary)), Matcher) and not caplog.records
