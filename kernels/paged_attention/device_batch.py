@@ -20,15 +20,16 @@ from kernels.groups import places_within
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What decode computes for sequences with one query: (sequence, split), those of several splits first.
+    """What decode computes for sequences with one query: (token, split, context length, row of the tables), those of
+    several splits first.
 
     The list is written on the device, where the lengths are. The host knows how long it is at most.
     """
 
-    programs: torch.Tensor  # int32 [most programs, 2]
+    programs: torch.Tensor  # int32 [most programs, 4]
     num_programs: torch.Tensor  # int32 [1]: how many of them there are
-    # int32 [num_seqs, tiles of heads]: how many splits of a tile are computed. Zero between launches: whoever computes
-    # the last split joins all of them, and sets it to zero again.
+    # int32 [num_tokens, tiles of heads]: how many parts of a tile are computed. Of those sequences zero between
+    # launches: whoever computes the last part joins all of them, and sets it to zero again.
     num_done: torch.Tensor
     num_parts: int  # the programs that leave a part to join are among the first so many
 
@@ -112,13 +113,14 @@ class DeviceBatch:
                 return None
             num_more = int(np.maximum(splitting.most_splits(lens) - 1, 0).sum())
             num_more = bucket(num_more) if self.has_exact_lens else num_more
-            num_seqs, device = len(self.host_lens), self.query_start.device
-            sizes = (2 * (len(lens) + num_more), 1, num_seqs * splitting.tiles)
-            programs, num_programs, num_done = empty_parts(device, *sizes)
+            device = self.query_start.device
+            sizes = (1, 4 * (len(lens) + num_more), int(self.host_start[-1]) * splitting.tiles)
+            # The number is read just before the first programs: it lies beside them.
+            num_programs, programs, num_done = empty_parts(device, *sizes)
             work = Work(
-                programs.view(-1, 2),
+                programs.view(-1, 4),
                 num_programs,
-                num_done.view(num_seqs, splitting.tiles),
+                num_done.view(-1, splitting.tiles),
                 min(len(lens), num_more) + num_more,
             )
             write(work)

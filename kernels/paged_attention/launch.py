@@ -27,17 +27,20 @@ class DecodeLaunch:
     block_n: int  # keys
     num_warps: int = 4
     num_stages: int = 3
-    # A sequence is cut in even parts of about so many keys, at most so many of them: 64 sequences of 1k tokens with 8
-    # key heads make 1024 parts, one of 128k tokens 512, for the 132 multiprocessors of an H200.
+    # A sequence is cut in even splits of about so many keys, at most so many of them, and each split in units. With 8
+    # key heads, 64 sequences of 1k tokens make 1024 splits, one of 1k tokens 64 units, one of 128k tokens 256 units,
+    # for the 396 programs that an H100 holds.
     split_keys: int = 512
-    max_splits: int = 64
-    programs: int = 3  # on each multiprocessor; they share the parts of the step
+    max_splits: int = 8
+    units: int = 4  # of a split at most
+    programs: int = 3  # on each multiprocessor; they share the splits of the step, or its units if there are few
 
     def __post_init__(self) -> None:
         check_power_of_two("block_m", self.block_m, 16, 32)
         check_power_of_two("block_n", self.block_n, 16, 256)
         check_power_of_two("num_warps", self.num_warps, 1, 16)
         check_power_of_two("max_splits", self.max_splits, 1, 1024)
+        check_power_of_two("units", self.units, 1, 16)
         if not 1 <= self.programs <= 16:
             raise ValueError(f"programs is {self.programs}, want 1 to 16 on each multiprocessor")
         if not 1 <= self.num_stages <= 8:
@@ -50,13 +53,16 @@ class DecodeLaunch:
         """Rows for a whole group where 32 hold it, since a second tile reads the keys again.
 
         Products of float32 are not the tensor cores' and keep whole tiles in registers: larger ones spill on sm_90, and
-        over FP8 keys, which take registers to be widened, already these or, of wide heads, loads that run ahead.
+        over FP8 keys, which take registers to be widened, already these or, of wide heads, loads that run ahead and
+        units.
         """
         if sizes.dtype == "float32":
             is_widened = sizes.cache != sizes.dtype
             if sizes.dim <= 64:
                 return cls(16, 32 if is_widened else 64)
-            return cls(16, 16, 8, 3 if sizes.dim <= 128 else 1 if is_widened else 2)
+            if sizes.dim <= 128:
+                return cls(16, 16, 8)
+            return cls(16, 16, 8, 1, units=1) if is_widened else cls(16, 16, 8, 2)
         return cls(16 if sizes.group <= 16 else 32, 64 if sizes.dim <= 128 else 32)
 
 

@@ -14,66 +14,102 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.buckets import ceil_div
+from kernels.buckets import ceil_div, round_up
 from kernels.devices import num_multiprocessors
 from kernels.paged_attention.device_batch import DeviceBatch, Splitting
 from kernels.paged_attention.launch import DecodeLaunch
-from kernels.paged_attention.triton_loop import attend, decode_range, finish
+from kernels.paged_attention.triton_loop import attend, decode_range, finish, fold
 from kernels.paged_attention.triton_work import write_list
 from kernels.triton_launch import kernel
+
+JOINED = 2  # splits that the last program to end loads at once
 
 
 @triton.jit
 def _join(
     part_ptr,
     part_sum_ptr,
-    first_part,
+    first_slot,
     num_splits,
+    slots,  # of each split
+    units,  # of each split: 1 if they are computed whole
+    last_units,  # of the last one
     num_heads,
     heads,
     is_row,
+    UNITS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
-    """The softmax over all splits of a tile of heads, in their order: weighted values, highest score, sum of weights.
+    """The softmax over all splits of a tile of heads: weighted values [ROWS, Dv], highest score, sum of weights.
 
-    Other programs wrote the parts: they are read from where all multiprocessors see them.
+    Units are folded into their splits as by a program that computes a whole split. The parts of JOINED splits are on
+    their way at once. Other programs wrote them: they are read from where all multiprocessors see them.
     """
     offs_dv = tl.arange(0, BLOCK_DV)
     is_value = is_row[:, None] & (offs_dv < VALUE_DIM)[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for split in range(0, num_splits):
-        part = (first_part + split) * num_heads + heads
-        part_highest = tl.load(part_sum_ptr + part * 2, mask=is_row, other=0.0, cache_modifier=".cg")
-        part_total = tl.load(part_sum_ptr + part * 2 + 1, mask=is_row, other=0.0, cache_modifier=".cg")
-        value_ptrs = part_ptr + part[:, None] * VALUE_DIM + offs_dv[None, :]
-        values = tl.load(value_ptrs, mask=is_value, other=0.0, cache_modifier=".cg")
-        # Every split holds a visible key: its highest score is finite.
-        new_highest = tl.maximum(highest, part_highest)
-        decay = tl.exp2(highest - new_highest)
-        part_decay = tl.exp2(part_highest - new_highest)
-        acc = acc * decay[:, None] + values * part_decay[:, None]
-        total = total * decay + part_total * part_decay
-        highest = new_highest
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, num_splits, JOINED):
+        for joined in tl.static_range(JOINED):
+            split = first + joined
+            units_of = tl.where(split < num_splits - 1, units, tl.where(split < num_splits, last_units, 0))
+            split_acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+            split_highest = tl.full([ROWS], float("-inf"), tl.float32)
+            split_total = tl.zeros([ROWS], tl.float32)
+            for unit in tl.static_range(UNITS):
+                is_there = unit < units_of
+                part = (first_slot + split * slots + unit).to(tl.int64) * num_heads + heads
+                sum_ptrs = part_sum_ptr + part * 2
+                part_highest = tl.load(sum_ptrs, mask=is_row & is_there, other=float("-inf"), cache_modifier=".cg")
+                part_total = tl.load(sum_ptrs + 1, mask=is_row & is_there, other=0.0, cache_modifier=".cg")
+                value_ptrs = part_ptr + part[:, None] * VALUE_DIM + offs_dv[None, :]
+                values = tl.load(value_ptrs, mask=is_value & is_there, other=0.0, cache_modifier=".cg")
+                split_acc, split_highest, split_total = fold(
+                    split_acc, split_highest, split_total, values, part_highest, part_total
+                )
+            acc, highest, total = fold(acc, highest, total, split_acc, split_highest, split_total)
     return acc, highest, total
+
+
+@triton.jit
+def _store_output(
+    out_ptr,
+    acc,
+    highest,
+    total,
+    sinks_ptr,
+    heads,
+    is_row,
+    value_scale,
+    stride_oh,
+    HAS_SINKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """The softmax of a tile of heads, done, as rows of the output."""
+    mixed = finish(acc, highest, total, sinks_ptr, heads, is_row, value_scale, HAS_SINKS)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    tl.store(
+        out_ptr + heads.to(tl.int64)[:, None] * stride_oh + offs_dv[None, :],
+        mixed.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, None] & (offs_dv < VALUE_DIM)[None, :],
+    )
 
 
 @kernel(do_not_specialize=["stride_table", "window"])
 def decode_kernel(
     # pointers
     out_ptr,  # [T, Hq, Dv]
-    part_ptr,  # float32 [num_parts, Hq, Dv]: weighted values of the first programs, those of several splits
+    part_ptr,  # float32 [num_parts, Hq, Dv]: weighted values of the first entries, those of several splits, or of units
     part_sum_ptr,  # float32 [num_parts, Hq, 2]: highest score, sum of weights
     query_ptr,  # [T, Hq, D]
     key_cache_ptr,
     value_cache_ptr,
     block_tables_ptr,
-    table_rows_ptr,
-    query_start_ptr,
-    context_lens_ptr,
     programs_ptr,  # as in Work, and the two below
     num_programs_ptr,
     num_done_ptr,
@@ -115,6 +151,9 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
+    UNITS: tl.constexpr,
+    ROWS: tl.constexpr,  # at least HEADS
+    JOINED: tl.constexpr,  # splits at a time
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -125,76 +164,99 @@ def decode_kernel(
     VERTICAL_STRIDE: tl.constexpr,
     HEAD_STEP: tl.constexpr,
 ):
-    """Splits of sequences with one query, for one tile of heads each. Grid: (as many as the device holds,).
+    """Splits of sequences with one query for one tile of heads each, or units of splits. Grid: (as many as the device
+    holds,).
 
-    Entry e of the list and tile t of heads are item e * tiles + t; program p takes the items p, p + programs and so on.
+    Where the programs are enough for all units of all splits, an item is a unit, else a whole split. Items are numbered
+    with the tiles of heads innermost; program p takes the items p, p + programs and so on.
     """
-    num_items = tl.load(num_programs_ptr) * TILES
+    num_entries = tl.load(num_programs_ptr)
+    has_units = num_entries * (UNITS * TILES) <= tl.num_programs(0)
+    slots = tl.where(has_units, UNITS, 1)  # for parts of one entry
+    num_items = num_entries * slots * TILES
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), disable_licm=True):
-        program = item // TILES
         tile = item % TILES
         kv_head = tile // HEAD_TILES
-        sequence = tl.load(programs_ptr + program * 2)
-        split = tl.load(programs_ptr + program * 2 + 1)
-        context_len = tl.load(context_lens_ptr + sequence)
+        slot = item // TILES
+        entry = tl.where(has_units, slot // UNITS, slot)
+        unit = tl.where(has_units, slot % UNITS, 0)
+        token = tl.load(programs_ptr + entry * 4)
+        split = tl.load(programs_ptr + entry * 4 + 1)
+        context_len = tl.load(programs_ptr + entry * 4 + 2)
+        table_row = tl.load(programs_ptr + entry * 4 + 3)
         # Heads of one tile see the same blocks.
         first_head = kv_head * GROUP + tile % HEAD_TILES * HEADS
-        first_key, begin, end, first_vertical, num_vertical, first_local, split_keys, num_splits = decode_range(
-            context_len, window, first_head, kv_head, HAS_WINDOW, BLOCK_N, SPLIT_KEYS, SPLITS, SPARSE_BLOCK,
+        (
+            first_key, begin, end, first_vertical, num_vertical, first_local, split_keys, num_splits, unit_keys,
+        ) = decode_range(
+            context_len, window, first_head, kv_head, HAS_WINDOW, BLOCK_N, SPLIT_KEYS, SPLITS, UNITS, SPARSE_BLOCK,
             LOCAL_BLOCKS, VERTICAL_STRIDE, HEAD_STEP,
         )  # fmt: skip
-        if split < num_splits:
-            token = tl.load(query_start_ptr + sequence).to(tl.int64)
+        split_end = tl.minimum(begin + (split + 1) * split_keys, end)
+        start = begin + split * split_keys + unit * unit_keys
+        stop = tl.where(has_units, tl.minimum(start + unit_keys, split_end), split_end)
+        if start < stop:
             rows = tl.arange(0, BLOCK_M)
             heads = first_head + rows
             is_row = (rows < HEADS) & (heads < (kv_head + 1) * GROUP)
             offs_d = tl.arange(0, BLOCK_D)
             query = tl.load(
-                query_ptr + token * stride_qt + heads.to(tl.int64)[:, None] * stride_qh + offs_d[None, :] * stride_qd,
+                query_ptr
+                + token.to(tl.int64) * stride_qt
+                + heads.to(tl.int64)[:, None] * stride_qh
+                + offs_d[None, :] * stride_qd,
                 mask=is_row[:, None] & (offs_d < KEY_DIM)[None, :],
                 other=0.0,
             )
             slope = tl.zeros([BLOCK_M], tl.float32)
             if HAS_SLOPES:
                 slope = tl.load(slopes_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
-            start = begin + split * split_keys
             acc, highest, total = attend(
                 tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
                 tl.zeros([BLOCK_M], tl.float32), query, tl.zeros([BLOCK_M], tl.int32) + (context_len - 1), slope,
                 key_cache_ptr + kv_head.to(tl.int64) * stride_kh, value_cache_ptr + kv_head.to(tl.int64) * stride_vh,
                 key_scale_ptr + kv_head, value_scale_ptr + kv_head,
-                block_tables_ptr + tl.load(table_rows_ptr + sequence).to(tl.int64) * stride_table, start,
-                tl.minimum(start + split_keys, end), first_key, first_vertical, num_vertical, first_local,
-                score_scale=score_scale, softcap=softcap, window=window, stride_kb=stride_kb, stride_kp=stride_kp,
-                stride_vb=stride_vb, stride_vp=stride_vp, stride_sb=stride_sb, stride_sp=stride_sp, KEY_DIM=KEY_DIM,
-                VALUE_DIM=VALUE_DIM, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE, BLOCK_N=BLOCK_N,
-                IS_CAUSAL=True, HAS_WINDOW=HAS_WINDOW, HAS_SOFTCAP=HAS_SOFTCAP, HAS_SLOPES=HAS_SLOPES,
-                HAS_TOKEN_SCALES=HAS_TOKEN_SCALES, SPARSE_BLOCK=SPARSE_BLOCK, LOCAL_BLOCKS=LOCAL_BLOCKS,
-                VERTICAL_STRIDE=VERTICAL_STRIDE, IS_MASKED=True,
+                block_tables_ptr + table_row.to(tl.int64) * stride_table, start, stop, first_key, first_vertical,
+                num_vertical, first_local, unit_keys, score_scale=score_scale, softcap=softcap, window=window,
+                stride_kb=stride_kb, stride_kp=stride_kp, stride_vb=stride_vb, stride_vp=stride_vp,
+                stride_sb=stride_sb, stride_sp=stride_sp, KEY_DIM=KEY_DIM, VALUE_DIM=VALUE_DIM, BLOCK_D=BLOCK_D,
+                BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE, BLOCK_N=BLOCK_N, IS_CAUSAL=True, HAS_WINDOW=HAS_WINDOW,
+                HAS_SOFTCAP=HAS_SOFTCAP, HAS_SLOPES=HAS_SLOPES, HAS_TOKEN_SCALES=HAS_TOKEN_SCALES,
+                SPARSE_BLOCK=SPARSE_BLOCK, LOCAL_BLOCKS=LOCAL_BLOCKS, VERTICAL_STRIDE=VERTICAL_STRIDE, IS_MASKED=True,
+                HAS_UNITS=UNITS > 1,
             )  # fmt: skip
-            offs_dv = tl.arange(0, BLOCK_DV)
-            is_stored = is_row[:, None] & (offs_dv < VALUE_DIM)[None, :]
-            is_last = num_splits == 1
-            if num_splits > 1:
+            units = tl.where(has_units, tl.cdiv(split_keys, unit_keys), 1)
+            last_units = tl.where(has_units, tl.cdiv(end - begin - (num_splits - 1) * split_keys, unit_keys), 1)
+            num_joined = (num_splits - 1) * units + last_units
+            if num_joined == 1:
+                _store_output(
+                    out_ptr + token.to(tl.int64) * stride_ot, acc, highest, total, sinks_ptr, heads, is_row,
+                    value_scale, stride_oh, HAS_SINKS, VALUE_DIM, BLOCK_DV,
+                )  # fmt: skip
+            else:
                 num_heads = TILES // HEAD_TILES * GROUP
-                part = program.to(tl.int64) * num_heads + heads
-                tl.store(part_ptr + part[:, None] * VALUE_DIM + offs_dv[None, :], acc, mask=is_stored)
+                part = slot.to(tl.int64) * num_heads + heads
+                offs_dv = tl.arange(0, BLOCK_DV)
+                part_ptrs = part_ptr + part[:, None] * VALUE_DIM + offs_dv[None, :]
+                tl.store(part_ptrs, acc, mask=is_row[:, None] & (offs_dv < VALUE_DIM)[None, :])
                 tl.store(part_sum_ptr + part * 2, highest, mask=is_row)
                 tl.store(part_sum_ptr + part * 2 + 1, total, mask=is_row)
                 # All threads have stored their values before one of them says so to the other programs.
                 tl.debug_barrier()
-                done_ptr = num_done_ptr + sequence * TILES + tile
-                is_last = tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_splits - 1
-                if is_last:
-                    acc, highest, total = _join(
-                        part_ptr, part_sum_ptr, (program - split).to(tl.int64), num_splits, num_heads, heads, is_row,
-                        VALUE_DIM, BLOCK_DV, BLOCK_M,
+                done_ptr = num_done_ptr + token * TILES + tile
+                if tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_joined - 1:
+                    joined_rows = tl.arange(0, ROWS)
+                    joined_heads = first_head + joined_rows
+                    is_joined = (joined_rows < HEADS) & (joined_heads < (kv_head + 1) * GROUP)
+                    joined_acc, joined_highest, joined_total = _join(
+                        part_ptr, part_sum_ptr, (entry - split) * slots, num_splits, slots, units, last_units,
+                        num_heads, joined_heads, is_joined, UNITS, VALUE_DIM, BLOCK_DV, ROWS, JOINED,
                     )  # fmt: skip
                     tl.store(done_ptr, 0)
-            if is_last:
-                mixed = finish(acc, highest, total, sinks_ptr, heads, is_row, value_scale, HAS_SINKS)
-                row_ptrs = out_ptr + token * stride_ot + heads.to(tl.int64)[:, None] * stride_oh
-                tl.store(row_ptrs + offs_dv[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_stored)
+                    _store_output(
+                        out_ptr + token.to(tl.int64) * stride_ot, joined_acc, joined_highest, joined_total, sinks_ptr,
+                        joined_heads, is_joined, value_scale, stride_oh, HAS_SINKS, VALUE_DIM, BLOCK_DV,
+                    )  # fmt: skip
 
 
 def run_decode(
@@ -218,11 +280,14 @@ def run_decode(
     work = batch.work(splitting, lambda work: write_list(work, batch, splitting))
     if work is None:
         return
-    num_programs = min(num_multiprocessors(output) * launch.programs, len(work.programs) * tiles)
+    # Sparse blocks take the registers of a second sum.
+    units = launch.units if arguments["SPARSE_BLOCK"] == 0 else 1
+    num_programs = min(num_multiprocessors(output) * launch.programs, len(work.programs) * units * tiles)
+    num_parts = max(work.num_parts, num_programs // tiles)  # or of units
     decode_kernel[(num_programs,)](
         **arguments,
-        part_ptr=output.new_empty(work.num_parts, num_heads, value_dim, dtype=torch.float32),
-        part_sum_ptr=output.new_empty(work.num_parts, num_heads, 2, dtype=torch.float32),
+        part_ptr=output.new_empty(num_parts, num_heads, value_dim, dtype=torch.float32),
+        part_sum_ptr=output.new_empty(num_parts, num_heads, 2, dtype=torch.float32),
         programs_ptr=work.programs,
         num_programs_ptr=work.num_programs,
         num_done_ptr=work.num_done,
@@ -230,9 +295,12 @@ def run_decode(
         BLOCK_N=launch.block_n,
         SPLIT_KEYS=launch.split_keys,
         SPLITS=launch.max_splits,
+        UNITS=units,
         HEADS=heads,
         HEAD_TILES=head_tiles,
         BLOCK_M=launch.block_m,
+        ROWS=round_up(heads),
+        JOINED=JOINED,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

@@ -45,6 +45,22 @@ def _positions(
 
 
 @triton.jit
+def fold(acc, highest, total, more_acc, more_highest, more_total):
+    """One softmax over the keys of two: weighted values [..., Dv], highest scores [...], sums of weights [...].
+
+    In one order and without a sum that a compiler may fuse or not: who folds has the same bits. Folded into a softmax
+    without keys, the other stays as it is.
+    """
+    new_highest = tl.maximum(highest, more_highest)
+    shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    decay = tl.exp2(highest - shift)
+    more_decay = tl.exp2(more_highest - shift)
+    total = tl.fma(total, decay, more_total * more_decay)
+    decay = tl.broadcast_to(tl.expand_dims(decay, -1), acc.shape)
+    return tl.fma(acc, decay, more_acc * tl.expand_dims(more_decay, -1)), new_highest, total
+
+
+@triton.jit
 def attend(
     # the softmax so far, of rows m: weighted values [M, Dv], highest score [M] in units of ln 2, sum of weights [M]
     acc,
@@ -68,6 +84,7 @@ def attend(
     first_vertical,
     num_vertical,
     first_local,
+    unit_keys,  # only if HAS_UNITS
     # scores
     score_scale,
     softcap,
@@ -95,8 +112,14 @@ def attend(
     LOCAL_BLOCKS: tl.constexpr,
     VERTICAL_STRIDE: tl.constexpr,
     IS_MASKED: tl.constexpr,  # False: every row sees every key of every tile
+    HAS_UNITS: tl.constexpr,  # the softmax begins empty, and each unit of keys is summed by itself before it is folded
 ):
     """Add the keys of some tiles to the softmax of the rows."""
+    if HAS_UNITS:
+        whole_acc = acc
+        whole_highest = highest
+        whole_total = total
+        unit_end = begin + unit_keys
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     numbers = begin + tl.arange(0, BLOCK_N)
@@ -104,6 +127,13 @@ def attend(
     key_pos, _ = _positions(numbers, first_vertical, num_vertical, first_local, SPARSE_BLOCK, VERTICAL_STRIDE)
     block = tl.load(table_ptr + key_pos // BLOCK_SIZE, mask=is_key, other=0)
     for start in range(begin, end, BLOCK_N):
+        if HAS_UNITS:  # noqa: SIM102  # known to the compiler, unlike the other
+            if start == unit_end:
+                whole_acc, whole_highest, whole_total = fold(whole_acc, whole_highest, whole_total, acc, highest, total)
+                acc = tl.zeros_like(acc)
+                highest = tl.full(highest.shape, float("-inf"), tl.float32)
+                total = tl.zeros_like(total)
+                unit_end += unit_keys
         numbers = start + tl.arange(0, BLOCK_N)
         is_key = (numbers >= first_key) & (numbers < end)
         key_pos, sparse_block = _positions(
@@ -120,13 +150,13 @@ def attend(
         )
         block = tl.load(table_ptr + next_pos // BLOCK_SIZE, mask=numbers + BLOCK_N < end, other=0)
         keys = _load(
-            key_ptr + key_rows[None, :] + offs_d[:, None],
-            is_key[None, :],
-            (offs_d < KEY_DIM)[:, None],
+            key_ptr + key_rows[:, None] + offs_d[None, :],
+            is_key[:, None],
+            (offs_d < KEY_DIM)[None, :],
             IS_MASKED,
             BLOCK_D != KEY_DIM,
         ).to(query.dtype)
-        scores = tl.dot(query, keys, input_precision="ieee") * score_scale
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * score_scale
         if HAS_TOKEN_SCALES:
             key_scale = tl.load(key_scale_ptr + scale_offs, mask=is_key, other=0.0)
             scores *= key_scale[None, :]
@@ -153,7 +183,7 @@ def attend(
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(highest - shift)
-        total = total * decay + tl.sum(weights, 1)
+        total = tl.fma(total, decay, tl.sum(weights, 1))
         values = _load(
             value_ptr + value_rows[:, None] + offs_dv[None, :],
             is_key[:, None],
@@ -174,6 +204,8 @@ def attend(
         # queued, which ptxas before 13.3 miscompiles (triton issue 9433).
         acc = tl.fma(acc, tl.broadcast_to(decay[:, None], acc.shape), mixed)
         highest = new_highest
+    if HAS_UNITS:
+        acc, highest, total = fold(whole_acc, whole_highest, whole_total, acc, highest, total)
     return acc, highest, total
 
 
@@ -184,7 +216,7 @@ def finish(acc, highest, total, sinks_ptr, heads, is_row, value_scale, HAS_SINKS
         sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
         most = tl.maximum(highest, sink)
         decay = tl.exp2(highest - most)
-        total = total * decay + tl.exp2(sink - most)
+        total = tl.fma(total, decay, tl.exp2(sink - most))
         acc = acc * decay[:, None]
     # Rows that are not stored may have seen no key.
     return acc / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
@@ -239,6 +271,7 @@ def decode_range(
     BLOCK_N: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
+    UNITS: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
     LOCAL_BLOCKS: tl.constexpr,
     VERTICAL_STRIDE: tl.constexpr,
@@ -247,8 +280,9 @@ def decode_range(
     """What the query of a sequence with one query reads, and how that is split.
 
     (first visible key, first tile's key, end, first vertical block, vertical blocks, first local block, keys per
-    split, splits). Splits are even, up to a tile. 1300 keys, no window, 512 a split, tiles of 64: splits of 448, 448
-    and 404 keys.
+    split, splits, keys per unit). Splits are even, up to a tile, and have at most UNITS units of SPLIT_KEYS / UNITS
+    keys, or more in longer splits. 1300 keys, no window, 512 a split in four units, tiles of 64: splits of 448, 448 and
+    404 keys, each in units of 128 but for its last.
     """
     first_key = 0
     begin = 0
@@ -266,4 +300,5 @@ def decode_range(
     most_splits = tl.maximum(num_splits_of(end - begin, SPLIT_KEYS, SPLITS), 1)
     split_keys = tl.cdiv(tl.cdiv(end - begin, most_splits), BLOCK_N) * BLOCK_N
     num_splits = tl.cdiv(end - begin, split_keys)
-    return first_key, begin, end, first_vertical, num_vertical, first_local, split_keys, num_splits
+    unit_keys = tl.cdiv(tl.maximum(tl.cdiv(split_keys, UNITS), SPLIT_KEYS // UNITS), BLOCK_N) * BLOCK_N
+    return first_key, begin, end, first_vertical, num_vertical, first_local, split_keys, num_splits, unit_keys

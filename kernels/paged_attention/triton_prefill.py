@@ -139,22 +139,23 @@ def prefill_kernel(
     if not HAS_WINDOW and SPARSE_BLOCK == 0:
         acc, highest, total = attend(
             acc, highest, total, query, position, slope, key_ptr, value_ptr, key_scale_ptr + kv_head,
-            value_scale_ptr + kv_head, table_ptr, 0, begin, 0, 0, 0, 0, score_scale=score_scale, softcap=softcap,
+            value_scale_ptr + kv_head, table_ptr, 0, begin, 0, 0, 0, 0, 0, score_scale=score_scale, softcap=softcap,
             window=window, stride_kb=stride_kb, stride_kp=stride_kp, stride_vb=stride_vb, stride_vp=stride_vp,
             stride_sb=stride_sb, stride_sp=stride_sp, KEY_DIM=KEY_DIM, VALUE_DIM=VALUE_DIM, BLOCK_D=BLOCK_D,
             BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE, BLOCK_N=BLOCK_N, IS_CAUSAL=IS_CAUSAL, HAS_WINDOW=HAS_WINDOW,
             HAS_SOFTCAP=HAS_SOFTCAP, HAS_SLOPES=HAS_SLOPES, HAS_TOKEN_SCALES=HAS_TOKEN_SCALES,
             SPARSE_BLOCK=SPARSE_BLOCK, LOCAL_BLOCKS=LOCAL_BLOCKS, VERTICAL_STRIDE=VERTICAL_STRIDE, IS_MASKED=False,
+            HAS_UNITS=False,
         )  # fmt: skip
     acc, highest, total = attend(
         acc, highest, total, query, position, slope, key_ptr, value_ptr, key_scale_ptr + kv_head,
-        value_scale_ptr + kv_head, table_ptr, begin, end, first_key, first_vertical, num_vertical, first_local,
+        value_scale_ptr + kv_head, table_ptr, begin, end, first_key, first_vertical, num_vertical, first_local, 0,
         score_scale=score_scale, softcap=softcap, window=window, stride_kb=stride_kb, stride_kp=stride_kp,
         stride_vb=stride_vb, stride_vp=stride_vp, stride_sb=stride_sb, stride_sp=stride_sp, KEY_DIM=KEY_DIM,
         VALUE_DIM=VALUE_DIM, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE, BLOCK_N=BLOCK_N,
         IS_CAUSAL=IS_CAUSAL, HAS_WINDOW=HAS_WINDOW, HAS_SOFTCAP=HAS_SOFTCAP, HAS_SLOPES=HAS_SLOPES,
         HAS_TOKEN_SCALES=HAS_TOKEN_SCALES, SPARSE_BLOCK=SPARSE_BLOCK, LOCAL_BLOCKS=LOCAL_BLOCKS,
-        VERTICAL_STRIDE=VERTICAL_STRIDE, IS_MASKED=True,
+        VERTICAL_STRIDE=VERTICAL_STRIDE, IS_MASKED=True, HAS_UNITS=False,
     )  # fmt: skip
     mixed = finish(acc, highest, total, sinks_ptr, heads, is_row, value_scale, HAS_SINKS)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -176,6 +177,9 @@ def run_prefill(output: torch.Tensor, batch: DeviceBatch, arguments: Mapping[str
     head_tiles = ceil_div(group, heads)
     prefill_kernel[(len(work), output.shape[1] // group * head_tiles)](
         **arguments,
+        table_rows_ptr=batch.table_rows,
+        query_start_ptr=batch.query_start,
+        context_lens_ptr=batch.context_lens,
         tiles_ptr=work,
         HEADS=heads,
         HEAD_TILES=head_tiles,

@@ -1,4 +1,4 @@
-"""Which programs decode runs: a list of (sequence, split) that one launch writes on the device, once per step.
+"""Which programs decode runs: a list of splits that one launch writes on the device, once per step.
 
 The list follows the context lengths that are on the device. The launches follow the number of sequences alone, so that
 a captured graph may hold them.
@@ -44,9 +44,9 @@ def _splits_of(
 
 @kernel(do_not_specialize=["num_seqs", "window"])
 def list_kernel(
-    programs_ptr,  # int32 [most programs, 2], see Work
+    programs_ptr,  # int32 [most programs, 4], see Work
     num_programs_ptr,  # int32 [1]
-    num_done_ptr,  # int32 [num_seqs, TILES]
+    num_done_ptr,  # int32 [num_tokens, TILES]
     table_rows_ptr,
     query_start_ptr,
     context_lens_ptr,
@@ -85,17 +85,22 @@ def list_kernel(
     )  # fmt: skip
     first = tl.where(own > 1, several_before, num_several + single_before)
     offs = tl.arange(0, SPLITS_BLOCK)
-    tl.store(programs_ptr + (first + offs) * 2, sequence + tl.zeros_like(offs), mask=offs < own)
-    tl.store(programs_ptr + (first + offs) * 2 + 1, offs, mask=offs < own)
+    token = tl.load(query_start_ptr + sequence)
+    entry_ptrs = programs_ptr + (first + offs) * 4
+    tl.store(entry_ptrs, token + tl.zeros_like(offs), mask=offs < own)
+    tl.store(entry_ptrs + 1, offs, mask=offs < own)
+    tl.store(entry_ptrs + 2, tl.load(context_lens_ptr + sequence) + tl.zeros_like(offs), mask=offs < own)
+    tl.store(entry_ptrs + 3, tl.load(table_rows_ptr + sequence) + tl.zeros_like(offs), mask=offs < own)
     tiles = tl.arange(0, TILES_BLOCK)
-    tl.store(num_done_ptr + sequence * TILES + tiles, tl.zeros_like(tiles), mask=tiles < TILES)
+    done_ptrs = num_done_ptr + token * TILES + tiles
+    tl.store(done_ptrs, tl.zeros_like(tiles), mask=(tiles < TILES) & (own > 0))
     if sequence == 0:
         tl.store(num_programs_ptr, num_all)
 
 
 def write_list(work: Work, batch: DeviceBatch, splitting: Splitting) -> None:
     """Fill in work.programs and work.num_programs, and set work.num_done to zero."""
-    num_seqs, tiles = work.num_done.shape
+    num_seqs, tiles = len(batch.context_lens), work.num_done.shape[1]
     list_kernel[(num_seqs,)](
         work.programs,
         work.num_programs,

@@ -61,6 +61,22 @@ def test_one_key_takes_all_weight_bit_for_bit(num_heads: int, dim: int, cache: s
     assert torch.equal(run(inputs), define(inputs))
 
 
+@pytest.mark.parametrize("cache", ["as query", "fp8_per_token_head"])
+def test_a_row_has_the_same_bits_in_every_batch(cache: str) -> None:
+    """Alone its splits are computed by units, among 200 others mostly whole."""
+    lens = [1024, 37, 129, 1100, 513, 2999, 1, 65, *range(700, 1300, 3)]
+    inputs = make(Case("decodes", tuple((1, n) for n in lens), 32, 8, 128, 128, cache=cache), torch.bfloat16).to(CUDA)
+
+    def of_rows(rows: list[int]) -> torch.Tensor:
+        batch = AttentionBatch.build(inputs.batch.block_tables[rows], range(len(rows) + 1), [lens[row] for row in rows])
+        query = inputs.query[rows].contiguous()
+        return triton_kernel.paged_attention(query, inputs.key_cache, inputs.value_cache, batch, inputs.options)
+
+    together = of_rows(list(range(len(lens))))
+    for rows in ([0], [1], [2], [3], [4], [5], [6], [7], [5, 0, 3], list(range(0, len(lens), 5))):
+        assert torch.equal(of_rows(rows), together[rows]), rows
+
+
 def test_launches_of_the_tuner_have_the_bits_of_the_definition() -> None:
     """Every fifth of prefill and every 19th of decode, which have each of their tiles and stages; the tuner checks each
     that it times, and passes over those that take more shared memory than there is."""

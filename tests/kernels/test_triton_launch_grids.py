@@ -115,18 +115,20 @@ def test_batches_of_one_bucket_launch_the_same_grids_whatever_their_lengths(
         ("decode_kernel", (6,)),
         ("prefill_kernel", (2 + 126 // 64, 2)),
     ]
-    assert first[1][2]["programs_ptr"] == (3 + (1 if window else 4), 2)
+    assert first[1][2]["programs_ptr"] == (3 + (1 if window else 4), 4)
     assert step(others[0], [(126, 300), (2, 2000)], 144) == first
     assert step(others[1], [(64, 64), (64, 90)], 129) == first
     assert step(more, [(64, 64), (64, 90)], 129) != first
 
 
-def test_a_step_without_long_sequences_has_no_parts(launches: list[Launch]) -> None:
+def test_a_step_without_long_sequences_has_parts_for_units_alone(launches: list[Launch]) -> None:
+    """Six programs compute units of two tiles of heads each where there are three units or fewer."""
     short = attended(launches, [(1, 40)] * 5)
     assert [(name, grid) for name, grid, _ in short] == [("list_kernel", (5,)), ("decode_kernel", (6,))]
-    assert short[1][2]["part_ptr"] == (0, 8, 16)
+    assert short[1][2]["part_ptr"] == (3, 8, 16)
     assert attended(launches, [(1, 767), (1, 1), (1, 2), (1, 3), (1, 300)]) == short
-    assert attended(launches, [(1, 768), (1, 1), (1, 2), (1, 3), (1, 300)])[1][2]["part_ptr"] == (2, 8, 16)
+    # Three splits more, a bucket of four; five sequences of several splits at most.
+    assert attended(launches, [(1, 1900), (1, 1), (1, 2), (1, 3), (1, 300)])[1][2]["part_ptr"] == (8, 8, 16)
 
 
 def test_rows_on_the_device_launch_what_their_number_says(launches: list[Launch]) -> None:
@@ -144,7 +146,7 @@ def test_rows_on_the_device_launch_what_their_number_says(launches: list[Launch]
 
     first = launched([3, 0, 9, -1], [2000, 1, 700, 1])
     assert [(name, grid) for name, grid, _ in first] == [("list_kernel", (4,)), *[("decode_kernel", (6,))] * 3]
-    assert first[1][2]["programs_ptr"] == (16, 2)
+    assert first[1][2]["programs_ptr"] == (16, 4)
     assert launched([1, 2, 3, 63], [1, 2, 3, 4]) == first
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import triton
 
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes
-from kernels.paged_attention.triton_decode import decode_kernel
+from kernels.paged_attention.triton_decode import JOINED, decode_kernel
 from kernels.paged_attention.triton_prefill import prefill_kernel
 from kernels.paged_attention.triton_work import BLOCK, list_kernel
 from tests.kernels.compiling import compile_for_h200, num_unwaited, stack_bytes
@@ -18,7 +18,7 @@ AS_QUERY = ("out_ptr", "query_ptr", "sinks_ptr", "slopes_ptr")
 FLOAT32 = ("part_ptr", "part_sum_ptr", "key_scale_ptr", "value_scale_ptr")
 NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp8e4nv": "float8_e4m3fn"}
 SCALARS = ("score_scale", "softcap", "value_scale")
-NOT_OF_16 = ("stride_table", "stride_sp", "window", "num_seqs")
+NOT_OF_16 = ("stride_table", "stride_sp", "window", "num_seqs", "num_parts")
 
 
 def compile_kernel(
@@ -78,6 +78,9 @@ def compile_all(
         "TILES": 8,
         "SPLIT_KEYS": decode.split_keys,
         "SPLITS": decode.max_splits,
+        "UNITS": decode.units,
+        "ROWS": triton.next_power_of_2(min(group, decode.block_m)),
+        "JOINED": JOINED,
         "stride_qd": 1,
         "IS_CAUSAL": True,
         "SPARSE_BLOCK": 0,
@@ -87,6 +90,8 @@ def compile_all(
     }
     constants |= {f"HAS_{name}": False for name in ("WINDOW", "SINKS", "SOFTCAP", "SLOPES", "TOKEN_SCALES")}
     constants |= options
+    if constants["SPARSE_BLOCK"] > 0:
+        constants["UNITS"] = 1  # as run_decode
     tiles = constants | {"BLOCK_M": decode.block_m, "BLOCK_N": decode.block_n, "HEADS": min(group, decode.block_m)}
     compile_kernel(decode_kernel, tiles, dtype, cache, num_warps=decode.num_warps, num_stages=decode.num_stages)
     if has_list:

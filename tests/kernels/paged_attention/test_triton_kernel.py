@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -12,12 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.paged_attention import AttentionBatch, BlockSparsity, RowBatch, paged_attention, reference, triton_kernel
+from kernels.paged_attention import (
+    AttentionBatch,
+    BlockSparsity,
+    RowBatch,
+    paged_attention,
+    reference,
+    triton_decode,
+    triton_kernel,
+)
 from kernels.paged_attention.cases import ALL_CASES, Case, Inputs, make, make_one_hot
-from kernels.paged_attention.device_batch import Splitting, Work
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
 from kernels.paged_attention.options import Options
-from kernels.paged_attention.triton_work import write_list
 from tests.kernels.paged_attention.strategies import cases
 from tests.kernels.tolerances import assert_close
 
@@ -228,79 +235,73 @@ def test_queries_and_heads_past_2_to_the_31_values_are_read(device: torch.device
     assert_close(output.cpu(), define(inputs))
 
 
-def work_of(batch: AttentionBatch | RowBatch, launch: DecodeLaunch, window: int | None = None) -> Work:
-    """The work list of two tiles of heads, over blocks of 16."""
-    on_device = batch.on_device(torch.device("cpu"), 16)
-    splitting = Splitting(launch.split_keys, launch.max_splits, 2, launch.block_n, window)
-    work = on_device.work(splitting, lambda work: write_list(work, on_device, splitting))
-    assert work is not None
-    assert on_device.work(splitting, lambda work: pytest.fail("a list is written twice")) is work
-    return work
-
-
-def listed(work: Work) -> list[tuple[int, int]]:
-    assert not work.num_done.any()
-    return [(sequence, split) for sequence, split in work.programs[: int(work.num_programs)].tolist()]
-
-
-def test_a_long_sequence_brings_programs_for_itself_alone() -> None:
-    """At 512 keys a split and four splits at most; at most 700 + 63 keys of each are read in the last case."""
-    lens = [1300, 40, 512, 9000, 768, 9]
-    batch = AttentionBatch.build(torch.zeros(6, 600, dtype=torch.int32), [0, 1, 2, 3, 4, 5, 9], lens)
-    launch = DecodeLaunch(16, 64, max_splits=4)
-    work = work_of(batch, launch)
-    several = [(0, 0), (0, 1), (0, 2), (3, 0), (3, 1), (3, 2), (3, 3), (4, 0), (4, 1)]
-    assert listed(work) == [*several, (1, 0), (2, 0)]
-    # Six splits more than sequences: a bucket of eight.
-    assert (len(work.programs), work.num_parts) == (5 + 8, 5 + 8)
-    work = work_of(batch, launch, 700)
-    assert listed(work) == [(sequence, 0) for sequence in range(5)]
-    assert (len(work.programs), work.num_parts) == (5, 0)
-
-
-def test_a_batch_without_single_queries_has_no_work() -> None:
-    batch = AttentionBatch.build(torch.zeros(1, 9, dtype=torch.int32), [0, 5], [90])
-    work = batch.on_device(torch.device("cpu"), 16).work(
-        Splitting(512, 4, 2, 64, None), lambda work: pytest.fail("listed")
-    )
-    assert work is None
-
-
-@pytest.mark.parametrize("num_seqs", [1, 300])
-def test_every_split_is_listed_once(num_seqs: int) -> None:
-    """More sequences than one load of the kernel takes."""
-    generator = torch.Generator().manual_seed(num_seqs)
-    lens = torch.randint(1, 3000, (num_seqs,), generator=generator).tolist()
-    batch = AttentionBatch.build(torch.zeros(num_seqs, 200, dtype=torch.int32), range(num_seqs + 1), lens)
-    work = work_of(batch, DecodeLaunch(16, 64))
-    splits = [max((keys + 256) // 512, 1) for keys in lens]
-    found = listed(work)
-    assert sorted(found) == [(sequence, split) for sequence in range(num_seqs) for split in range(splits[sequence])]
-    assert all(splits[sequence] > 1 for sequence, _ in found[: sum(count for count in splits if count > 1)])
-    assert sum(count for count in splits if count > 1) <= work.num_parts
-
-
-@pytest.mark.parametrize(("keys", "sizes"), [(767, [767]), (1025, [576, 449]), (1300, [448, 448, 404]), (90, [90])])
-def test_splits_are_even(keys: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Each split weighs all its keys alike where queries are zero, and leaves how many they are in its part."""
-    inputs = make(Case("even", ((1, keys),), 2, 1), torch.float32)
-    inputs.query.zero_()
+def sums_of_parts(
+    monkeypatch: pytest.MonkeyPatch, run_once: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, list[float]]:
+    """The output, and the sums of weights of the first head that the parts to join have. Those are written once."""
     seen: list[torch.Tensor] = []
     usual = torch.Tensor.new_empty
 
     def kept(self: torch.Tensor, *shape: int, **at: Any) -> torch.Tensor:
         made = usual(self, *shape, **at)
         if len(shape) == 3 and shape[-1] == 2:
-            seen.append(made)
+            seen.append(made.zero_())
         return made
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", kept)
-    output = run(inputs, device, decode=DecodeLaunch(16, 64))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "new_empty", kept)
+        output = run_once()
+    (parts,) = seen
+    return output, [total for total in parts[:, 0, 1].tolist() if total]
+
+
+@pytest.mark.parametrize(
+    ("keys", "units"),
+    [
+        (767, [192, 192, 192, 191]),
+        (1025, [192, 192, 192, 192, 192, 65]),
+        (1300, [128, 128, 128, 64, 128, 128, 128, 64, 128, 128, 128, 20]),
+        (129, [128, 1]),
+        (128, []),
+    ],
+)
+def test_splits_and_their_units_are_even(
+    keys: int, units: list[int], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Each unit weighs all its keys alike where queries are zero, and leaves how many they are in its part."""
+    inputs = make(Case("even", ((1, keys),), 2, 1), torch.float32)
+    inputs.query.zero_()
+    monkeypatch.setattr(triton_decode, "num_multiprocessors", lambda tensor: 12)
+    output, sums = sums_of_parts(monkeypatch, lambda: run(inputs, device, decode=DecodeLaunch(16, 64)))
     assert_close(output, define(inputs))
-    if len(sizes) > 1:
-        assert seen[-1][: len(sizes), 0, 1].tolist() == sizes
-    else:
-        assert len(seen[-1]) == 0
+    assert sums == units
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 130, "softcap": 2.0, "has_sinks": True},
+        {"cache": "fp8_per_token_head", "has_slopes": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_splits_have_the_bits_of_their_units(
+    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """One program computes a whole split, or four its units: that depends on how many programs there are."""
+    case = Case("decodes", tuple((1, n) for n in (160, 15, 64, 65, 113, 400)), 4, 2, **options)
+    inputs = make(case, dtype)
+    launch = DecodeLaunch(16, 16, split_keys=64)
+    found = []
+    for multiprocessors in (1, 1000):
+        monkeypatch.setattr(triton_decode, "num_multiprocessors", lambda tensor, count=multiprocessors: count)
+        found.append(sums_of_parts(monkeypatch, lambda: run(inputs, device, decode=replace(launch, programs=1))))
+    (of_splits, sums_of_splits), (of_units, sums_of_units) = found
+    assert len(sums_of_splits) < len(sums_of_units)
+    assert torch.equal(of_splits, of_units)
+    assert_close(of_splits, define(inputs))
 
 
 @pytest.mark.parametrize("name", ["mixed", "window, soft cap, sinks"])
@@ -393,30 +394,3 @@ def test_a_table_too_narrow_for_the_longest_row_is_refused() -> None:
     batch = row_batch(make(DECODES, torch.float32), torch.device("cpu"), 160)
     with pytest.raises(ValueError, match="1600 tokens need more than 11 blocks of 16"):
         replace(batch, max_context_len=1600).on_device(torch.device("cpu"), 16)
-
-
-@pytest.mark.parametrize("num_seqs", [1, 2, 3, 5])
-@pytest.mark.parametrize("width", [1, 2, 3, 7])
-def test_every_upload_is_aligned_whatever_the_batch(num_seqs: int, width: int) -> None:
-    """Triton compiles a kernel anew where a pointer is no multiple of 16 bytes."""
-    tables = torch.arange(num_seqs * width, dtype=torch.int32).view(num_seqs, width)
-    batch = AttentionBatch.build(tables, range(num_seqs + 1), range(1, num_seqs + 1))
-    there = batch.on_device(torch.device("cpu"), 16)
-    work = there.work(Splitting(2, 64, 3, 16, None), lambda work: None)
-    assert work is not None
-    parts = [there.block_tables, there.table_rows, there.query_start, there.context_lens]
-    parts += [work.programs, work.num_programs, work.num_done]
-    assert [part.storage_offset() % 4 for part in parts] == [0] * len(parts)
-    assert torch.equal(there.block_tables[:, :width], tables)
-    assert there.block_tables.shape[1] == {1: 1, 2: 2, 3: 4, 7: 8}[width]
-    assert there.query_start.tolist() == list(range(num_seqs + 1))
-    assert there.context_lens.tolist() == list(range(1, num_seqs + 1))
-
-
-def test_tiles_cover_every_query_once_and_the_longest_come_first() -> None:
-    batch = AttentionBatch.build(torch.zeros(4, 10, dtype=torch.int32), [0, 5, 6, 6, 9], [5, 90, 3, 80])
-    on_device = batch.on_device(torch.device("cpu"), 16)
-    assert on_device.tiles(4).tolist() == [[3, 0], [0, 4], [0, 0]]
-    assert batch.on_device(torch.device("cpu"), 16) is on_device
-    with pytest.raises(ValueError, match="90 tokens need more than 10 blocks of 8"):
-        batch.on_device(torch.device("cpu"), 8)

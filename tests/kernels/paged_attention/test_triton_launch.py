@@ -27,6 +27,7 @@ LLAMA = Sizes("bfloat16", "bfloat16", 128, 4)
         (lambda: DecodeLaunch(16, 64, 3), "num_warps is 3"),
         (lambda: DecodeLaunch(16, 64, 4, 0), "num_stages is 0, want 1 to 8"),
         (lambda: DecodeLaunch(16, 64, split_keys=96), "split_keys is 96, want a multiple of block_n, 64"),
+        (lambda: DecodeLaunch(16, 64, units=3), "units is 3, want a power of two from 1 to 16"),
         (lambda: PrefillLaunch(64, 512), "block_n is 512"),
         (lambda: PrefillLaunch(64, 64, num_stages=9), "num_stages is 9, want 1 to 8"),
     ],
