@@ -22,6 +22,22 @@ def _native_settings_of_this_test() -> Iterator[None]:
     native.configure(usual)
 
 
+def test_a_worker_on_a_gpu_compiles_no_native_code(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def load(*_: object, **__: object) -> None:
+        seen.append(native.library())
+        raise ConfigError("enough was seen")
+
+    monkeypatch.setattr("data_plane.engine.build.load_model", load)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "a GPU without tables")
+    monkeypatch.setattr("data_plane.engine.build.device_memory", lambda _: None)
+    with pytest.raises(ConfigError, match="enough was seen"):
+        build_engine(worker_config(checkpoint, native_code="on", device="cuda"))
+    assert seen == [None]
+
+
 @pytest.mark.parametrize("native_code", ["on", "off"])
 def test_native_code_is_set_up_before_the_model_is_loaded(
     native_code: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
