@@ -72,17 +72,22 @@ class Matcher:
         Matcher.follow_all([self], [token_id])
         self.check()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a token could not be followed: `check` takes long then, for it may start again."""
+        return bool(self._inner.is_error())
+
     def check(self) -> None:
         """Raise ConstraintFailed where a token could not be followed."""
-        if self._inner.is_error():
+        if self.has_failed:
             self._start_again()
-        if self._inner.is_error():
+        if self.has_failed:
             raise ConstraintFailed(self._inner.get_error())
 
     def write_mask(self, words: Int32Array) -> None:
         """Set the bits of the tokens that may come next in the first words. Raises ConstraintFailed."""
         self._inner.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
-        if self._inner.is_error():
+        if self.has_failed:
             self.check()
             self._inner.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
             self.check()

@@ -282,7 +282,8 @@ class ConstraintRows:
                 self._lanes.read(functools.partial(self._make, other))
 
     def _go_on(self, row: _Row, matcher: Matcher) -> None:
-        matcher.check()
+        if matcher.has_failed:
+            self._timed(row, matcher.check)
         for token_id in row.to_follow:
             self._timed(row, functools.partial(matcher.follow, token_id))
         row.to_follow = []

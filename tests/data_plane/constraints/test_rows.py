@@ -12,7 +12,7 @@ from data_plane.constraints.lanes import Lanes
 from data_plane.constraints.masks import Masks, forbid
 from data_plane.constraints.matchers import Matcher, Matchers
 from data_plane.constraints.rows import ConstraintRows
-from data_plane.plan import RowConstraint, Vocabulary
+from data_plane.plan import Int32Array, RowConstraint, Vocabulary
 from tests.data_plane.constraints.lanes import DrawnLanes
 from tests.data_plane.constraints.test_masks import NUM_TOKENS, row_of, vocabulary
 
@@ -119,6 +119,36 @@ def test_a_grammar_that_was_slow_once_leaves_the_threads_of_quick_ones(vocabular
     assert collected(rows, [0, 1, 2]).waiting == [0, 2]
     lanes.slow.pop()()
     assert collected(rows, [0, 1, 2]).waiting == [0]
+
+
+def test_a_grammar_that_started_again_leaves_the_threads_of_quick_ones(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = HeldLanes()
+    rows = begun(lanes, vocabulary, {0: "bbb"})
+    run_all(lanes.new)
+    rows.advance(collected(rows, [0]), np.zeros(1, dtype=np.int64), np.array([B], dtype=np.int32))
+    assert len(lanes.quick) == 1 and not lanes.slow
+    write_mask = Matcher.write_mask
+
+    def start_again(_: Matcher) -> None:
+        lanes.task_s = 1.0
+
+    def follow_quickly(*_: object) -> None:
+        lanes.task_s = 0.0
+
+    def write_quickly(matcher: Matcher, words: Int32Array) -> None:
+        write_mask(matcher, words)
+        lanes.task_s = 0.0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Matcher, "has_failed", True)
+        patched.setattr(Matcher, "check", start_again)
+        patched.setattr(Matcher, "write_mask", write_quickly)
+        patched.setattr(Matcher, "follow", follow_quickly)
+        run_all(lanes.quick)
+    rows.advance(collected(rows, [0]), np.zeros(1, dtype=np.int64), np.array([B], dtype=np.int32))
+    assert len(lanes.slow) == 1 and not lanes.quick
 
 
 def test_a_grammar_begins_on_the_threads_of_new_ones_and_goes_on_with_the_quick_ones(vocabulary: Vocabulary) -> None:
