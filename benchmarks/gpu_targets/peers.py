@@ -25,6 +25,7 @@ from benchmarks.engine.random_model import SEED
 from benchmarks.engine.step_times import RANK
 from benchmarks.gpu_targets.engines import Setup, free_memory
 from benchmarks.serving.checkpoints import LINEARS, SHAPES, llama_config
+from benchmarks.serving.peers import generate_static
 
 NUM_ADAPTERS = 8
 SHORT_TOKENS = 2  # of the shorter run
@@ -161,24 +162,7 @@ def _continuous(model: Any, prompts: list[list[int]], num_tokens: int, settings:
 
 
 def _static(model: Any, prompts: list[list[int]], **more: Any) -> Generate:
-    ids = torch.tensor(prompts, device=model.device)
-
-    def generate(num_tokens: int) -> list[list[int]]:
-        with torch.inference_mode():
-            completions = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=None,
-                **more,
-            )
-        found: list[list[int]] = completions[:, ids.shape[1] :].tolist()
-        return found
-
-    return generate
+    return lambda num_tokens: generate_static(model, prompts, num_tokens, **more)
 
 
 def _with_adapters(model: Any, count: int) -> Any:

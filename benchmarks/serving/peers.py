@@ -21,6 +21,26 @@ WARMUP_TOKENS = 4
 Generate = Callable[[dict[str, Any], int], list[list[int]]]
 
 
+def generate_static(model: Any, prompts: list[list[int]], num_tokens: int, **more: Any) -> list[list[int]]:
+    """Completions of prompts of one length by one generate() of transformers, which gets `more` too."""
+    import torch
+
+    ids = torch.tensor(prompts, device=model.device)
+    with torch.inference_mode():
+        completions = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            **more,
+        )
+    token_ids: list[list[int]] = completions[:, ids.shape[1] :].tolist()
+    return token_ids
+
+
 def load_peft(setup: dict[str, Any]) -> tuple[Generate, str]:
     """transformers + PEFT's mixed batch: one generate() with adapter_names, a name per row."""
     import torch
@@ -37,21 +57,9 @@ def load_peft(setup: dict[str, Any]) -> tuple[Generate, str]:
     model.eval()
 
     def generate(job: dict[str, Any], num_tokens: int) -> list[list[int]]:
-        prompts = torch.tensor(job["prompts"])
         names = ["__base__" if index is None else f"adapter-{index}" for index in job["adapters"]]
-        with torch.inference_mode():
-            completions = model.generate(
-                input_ids=prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=None,
-                **({"adapter_names": names} if setup["adapter_dirs"] else {}),
-            )
-        token_ids: list[list[int]] = completions[:, prompts.shape[1] :].tolist()
-        return token_ids
+        more = {"adapter_names": names} if setup["adapter_dirs"] else {}
+        return generate_static(model, job["prompts"], num_tokens, **more)
 
     return generate, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"
 
