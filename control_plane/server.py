@@ -74,9 +74,9 @@ from control_plane.setup.garbage import collect_rarely
 from control_plane.setup.metrics import ControlPlaneMetrics, open_tracing
 from control_plane.setup.storage import open_storage, uploads_in
 from control_plane.setup.tasks import open_tasks
+from control_plane.setup.texts import adapter_texts, open_constraints, start_codec
+from control_plane.setup.version_services import push_part, verification_part
 from control_plane.signatures.verifier import SignatureVerifier, open_verifier
-from control_plane.text_setup import adapter_texts, open_constraints, start_codec
-from control_plane.version_services import push_part, verification_part
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from control_plane.directory_lock import PRIVATE
 from control_plane.fleet.tenants import TenantTable
 from control_plane.host_cache.task_cache import TaskCache
 from control_plane.host_cache.weights import AdapterWeights
-from control_plane.host_cache_setup import open_host_cache
 from control_plane.observers.timings import Timings
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
@@ -25,6 +24,7 @@ from control_plane.registry.registry import Registry
 from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.store import StoreUrlError
+from control_plane.setup.host_cache import open_host_cache
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
