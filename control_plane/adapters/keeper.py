@@ -17,6 +17,7 @@ from control_plane.caller import THE_SERVER, acting_as
 from control_plane.errors import MotetError
 from control_plane.registry.records import AdapterRecord, AdapterState
 from control_plane.registry.registry import Registry
+from control_plane.waits import is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +36,14 @@ class Keeper:
         has_requests: Callable[[str], bool],
         *,
         clock: Callable[[], float] = time.time,
-        wait: Callable[[asyncio.Event, float], Awaitable[None]] | None = None,
+        wait: Callable[[asyncio.Event, float], Awaitable[object]] | None = None,
     ) -> None:
         """`has_requests`: whether a request uses the version of this digest. `wait`: waits for an event, for a time."""
         self._registry = registry
         self._life_cycle = life_cycle
         self._has_requests = has_requests
         self._clock = clock  # wall clock, seconds
-        self._wait = wait or _wait
+        self._wait = wait or is_set_within
         self._wake = asyncio.Event()
         # By adapter id. Every entry of the heap that is not stale has its time here.
         self._expire_times_s: dict[str, float] = {}
@@ -140,10 +141,3 @@ class Keeper:
                 is_done = False
         if is_done:
             self._crowded.discard(adapter_id)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return

@@ -8,7 +8,6 @@ admins excepted, it does not exist.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -20,6 +19,7 @@ from control_plane.caller import current_caller
 from control_plane.checks import bad_page_token
 from control_plane.errors import Exhausted, MotetError, OperationNotFound, correlation_id_of
 from control_plane.registry.records import Registered
+from control_plane.waits import is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,7 @@ class Operation:
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is done, for `timeout_s` at most. Returns whether it is done."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._done.wait(), timeout_s)
-        return self.is_done
+        return await is_set_within(self._done, timeout_s)
 
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call this once it is done, soon if it is done already."""

@@ -172,7 +172,8 @@ class AuditLog:
         record.on_written = lambda: _call_in(loop, written.set)
         writer.put(record)
         try:
-            await asyncio.wait_for(written.wait(), self._write_timeout_s)
+            async with asyncio.timeout(self._write_timeout_s):
+                await written.wait()
         except TimeoutError as timeout:
             logger.error("audit line not written yet action=%s resource=%s", record.action, record.resource)
             error = AuditUnavailable(

@@ -104,7 +104,8 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
     async def Attach(self, _requests: object, context: _AttachContext) -> None:  # noqa: N802 - the RPC's name
         """One session, from the worker's Hello to the end of either side."""
         try:
-            first = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await context.read()
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_TIMEOUT_S:g} s")
         if first is _EOF or first.WhichOneof("message") != "hello":

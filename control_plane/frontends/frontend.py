@@ -93,7 +93,8 @@ class Frontend:
             return
         connection.link.send(0, Kind.STOP, COUNT.pack(round(grace_s * 1000)))
         try:
-            await asyncio.wait_for(process.wait(), grace_s + END_TIMEOUT_S)
+            async with asyncio.timeout(grace_s + END_TIMEOUT_S):
+                await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()

@@ -83,7 +83,8 @@ class _Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
             try:
-                await asyncio.wait_for(self.process.wait(), bound_s)
+                async with asyncio.timeout(bound_s):
+                    await self.process.wait()
             except TimeoutError:
                 self.kill()
         await self.wait()

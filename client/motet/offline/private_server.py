@@ -132,7 +132,8 @@ class PrivateServer:
         assert process.stdin is not None, "started with a pipe"
         process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), _STOP_S)
+            async with asyncio.timeout(_STOP_S):
+                await process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its children end with it

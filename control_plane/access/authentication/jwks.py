@@ -6,7 +6,6 @@ Needs joserfc and cryptography; nothing imports this module before tokens are co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from control_plane.access.authentication.fetching import fetch_url
 from control_plane.access.authentication.grants import InvalidAccessFile, read_object, shortened
 from control_plane.access.watched_files import WatchedFiles
 from control_plane.daemon_threads import DaemonThreads
+from control_plane.waits import is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,7 @@ class JwksUrl:
     async def _run(self) -> None:
         while True:
             pause_s = self._retry_s if self._failure else self._refresh_s
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), pause_s)
+            await is_set_within(self._wanted, pause_s)
             self._wanted.set()
             try:
                 await self._refresh(is_first=False)

@@ -18,6 +18,7 @@ from control_plane.caller import current_caller
 from control_plane.registry.permissions import is_visible
 from control_plane.registry.records import AdapterRecord
 from control_plane.registry.registry import Registry
+from control_plane.waits import is_set_within
 
 MAX_WATCH_S = 3600.0
 IDLE_S = 60.0  # after which a token is sent again, if nothing else was
@@ -147,7 +148,7 @@ class AdapterWatches:
             if now() - idle_since_s >= IDLE_S:
                 idle_since_s = now()
                 yield self._tokens.seal(place), Synced()
-            await _until(news, RESIDENCY_S if with_residency else IDLE_S)
+            await is_set_within(news, RESIDENCY_S if with_residency else IDLE_S)
 
     async def _snapshot(self, adapter_id: str) -> AsyncIterator[Changed]:
         if adapter_id:
@@ -215,10 +216,3 @@ def _kind(before: AdapterRecord, after: AdapterRecord) -> ChangeKind:
     if new - old:
         return ChangeKind.VERSION_ADDED
     return ChangeKind.VERSION_DELETED if old - new else ChangeKind.UPDATED
-
-
-async def _until(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return

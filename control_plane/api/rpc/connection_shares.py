@@ -21,6 +21,7 @@ from pathlib import Path
 from control_plane.api.rpc import host_filter
 from control_plane.caller import host_of
 from control_plane.daemon_threads import DaemonThreads
+from control_plane.waits import is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class ConnectionShares:
         self._ignored_until_s: dict[str, float] = {}  # by host
         self._thread = DaemonThreads(1, name="connections")
         self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
 
     def start(self, port: int) -> None:
         """Look again and again until `close`."""
@@ -83,8 +85,8 @@ class ConnectionShares:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
+        self._closing.set()
+        if self._task is not None:  # not cancelled: nobody would close the sockets that a look finds after that
             await asyncio.wait([self._task])
         self._thread.close()
 
@@ -127,12 +129,11 @@ class ConnectionShares:
         return len(closed)
 
     async def _run(self, port: int) -> None:
-        while True:
+        while not await is_set_within(self._closing, LOOK_EVERY_S):
             try:
                 await self.look(port)
             except Exception:  # the loop's edge
                 logger.exception("connections could not be looked at")
-            await asyncio.sleep(LOOK_EVERY_S)
 
 
 def equal_part(counts: Collection[int], total: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from control_plane.api.rpc import listeners
-from control_plane.api.rpc.connection_shares import IGNORED_S, ConnectionShares, equal_part, peer_of, sockets_of
+from control_plane.api.rpc import connection_shares, listeners
+from control_plane.api.rpc.connection_shares import (
+    IGNORED_S,
+    ConnectionShares,
+    Sockets,
+    equal_part,
+    peer_of,
+    sockets_of,
+)
 from control_plane.api.rpc.rpc_server import rpc_server
 from tests.control_plane.server_processes import STEP_S, control_plane
 
@@ -58,7 +66,8 @@ class Hog:
         connection.setblocking(False)
         connection.bind((self.host, 0))
         loop = asyncio.get_running_loop()
-        await asyncio.wait_for(loop.sock_connect(connection, ("127.0.0.1", port)), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await loop.sock_connect(connection, ("127.0.0.1", port))
         await loop.sock_sendall(connection, PREFACE)
         return connection
 
@@ -166,6 +175,29 @@ async def test_a_look_leaves_no_file_open(port: int, tmp_path: Path) -> None:
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+async def test_an_end_during_a_look_leaves_no_file_open(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look was cancelled, and nobody closed what its thread found after that."""
+    found, may_end, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def slow_sockets_of(port: int) -> Sockets:
+        sockets = sockets_of(port)
+        loop.call_soon_threadsafe(found.set)
+        assert may_end.wait(30)
+        return sockets
+
+    monkeypatch.setattr(connection_shares, "sockets_of", slow_sockets_of)
+    monkeypatch.setattr(connection_shares, "LOOK_EVERY_S", 0.0)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    shares = ConnectionShares(0)  # looks at the sockets each time
+    shares.start(port)
+    await found.wait()
+    closing = asyncio.create_task(shares.close())
+    await asyncio.sleep(0)
+    may_end.set()
+    await closing
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 async def test_a_port_with_room_is_left_alone(port: int) -> None:
     shares, hog = ConnectionShares(MAX), Hog()
     try:
@@ -183,11 +215,11 @@ async def test_a_host_that_opens_connections_again_and_again_excludes_nobody(tmp
     """Before, other hosts got none of a port's connections for as long as one host went on."""
     flags = ("--host-cache", "memory", "--max-connections", "64", "--frontends", frontends)
     async with control_plane(tmp_path, *flags) as (_, address, _):
-        num_tried, hog, port = 0, Hog(), int(address.rpartition(":")[2])
+        num_tried, is_over, hog, port = 0, False, Hog(), int(address.rpartition(":")[2])
 
         async def go_on() -> None:
             nonlocal num_tried
-            while True:
+            while not is_over:
                 await asyncio.sleep(0)
                 num_tried += 1
                 with contextlib.suppress(OSError):  # closed, or ignored
@@ -207,7 +239,6 @@ async def test_a_host_that_opens_connections_again_and_again_excludes_nobody(tmp
                     call = channel.unary_unary("/motet.v1.StatusService/GetStatus")
                     assert await call(b"", timeout=STEP_S, wait_for_ready=True)
         finally:
-            for task in hogging:
-                task.cancel()
-            await asyncio.gather(*hogging, return_exceptions=True)
+            is_over = True
+            await asyncio.gather(*hogging)
             hog.close()
