@@ -95,5 +95,9 @@ GRAMMAR_LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
+# Those used last, which a worker keeps and the control plane does not send again. Rows that begin in one plan may need
+# more.
+MAX_GRAMMARS = 256
+MAX_VOCABULARIES = 8  # about 50 MB each for 128,000 tokens
 MAX_GRAMMAR_BYTES = 256 << 10  # of a grammar as it is sent
 MAX_TOKENIZER_BYTES = 48 << 20  # of a tokenizer as it is sent

@@ -7,11 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from contract.sampling import MAX_GRAMMARS, MAX_VOCABULARIES
 from contract.v1 import plan_pb2
 from control_plane.scheduler.types import NewRow, Vocabulary
-
-MAX_GRAMMARS = 256  # that a worker keeps, and those of the rows that begin in one plan
-MAX_VOCABULARIES = 8  # likewise
 
 
 class SentConstraints:

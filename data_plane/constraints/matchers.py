@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from contract.sampling import GRAMMAR_LIMITS
+from contract.sampling import GRAMMAR_LIMITS, MAX_GRAMMARS, MAX_VOCABULARIES
 from data_plane.constraints.priorities import new_threads
 from data_plane.plan import Int32Array, RowConstraint, Vocabulary
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _of_thread = threading.local()
-
-MAX_VOCABULARIES = 8  # about 50 MB each for 128,000 tokens
-MAX_GRAMMARS = 256
 
 
 class ConstraintFailed(Exception):

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from contract.sampling import MAX_GRAMMARS
 from data_plane.constraints.lanes import SLOW_S, Lanes
 from data_plane.constraints.masks import Masks
 from data_plane.constraints.matchers import (
-    MAX_GRAMMARS,
     ConstraintFailed,
     Matcher,
     Matchers,

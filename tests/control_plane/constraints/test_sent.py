@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from contract.sampling import MAX_GRAMMARS, MAX_VOCABULARIES
 from contract.v1 import plan_pb2
-from control_plane.constraints.sent import MAX_GRAMMARS, MAX_VOCABULARIES, SentConstraints
+from control_plane.constraints.sent import SentConstraints
 from control_plane.scheduler.types import Constraint, Vocabulary
 from data_plane.errors import PlanRefused
 from data_plane.stream.constraints import SessionConstraints

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from contract.sampling import MAX_VOCABULARIES
 from data_plane.constraints.masks import Masks, forbid, maskable
-from data_plane.constraints.matchers import MAX_VOCABULARIES
 from data_plane.errors import PlanRefused
 from data_plane.plan import NewRow, RowConstraint, RowSampling, Vocabulary
 from tests.data_plane.constraints.lanes import PatientRows, masks_of
