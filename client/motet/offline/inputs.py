@@ -8,9 +8,17 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
 from motet.errors import invalid_field
 from motet.inputs.conversations import ChatMessage, ChatTurn
+from motet.offline.vllm_params import options_of
 from motet.requests import GenerateOptions, Prompt
 
 T = TypeVar("T")
+
+# Arguments of vLLM's chat() that are none here, and what to do instead.
+_CONVERSATION_OF_VLLM = {
+    "chat_template": "leave it out: the template is the adapter's or the checkpoint's",
+    "chat_template_kwargs": "use template_kwargs",
+    "lora_request": "use adapter, the name of one that is registered",
+}
 
 
 class TextPrompt(TypedDict):
@@ -28,8 +36,10 @@ class TokensPrompt(TypedDict):
 class SamplingParams(GenerateOptions, total=False):
     """How to generate, of one prompt or of all: SamplingParams(max_tokens=64, temperature=0.7). It is a dictionary.
 
-    Its keys are those of GenerateOptions. Left out or None: the server's default.
+    Its keys are those of GenerateOptions, and some of vLLM's. Left out or None: the server's default.
     """
+
+    include_stop_str_in_output: bool | None  # vLLM's name of include_stop
 
 
 OfflinePrompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -80,11 +90,12 @@ def items_of(
     adapters = _each("adapter", adapter, len(prompts), (str, Mapping))
     items = []
     for prompt, own, name in zip(prompts, all_sampling, adapters, strict=True):
-        request = cast(GenerateOptions, {**(own or {}), **options})
+        if unknown := sorted(set(options) - GenerateOptions.__annotations__.keys()):
+            advice = _CONVERSATION_OF_VLLM.get(unknown[0], "ConversationOptions lists what there is")
+            raise invalid_field(unknown[0], f"is not known; {advice}")
+        request = cast(GenerateOptions, {**options_of(own or {}), **options})
         if taken := [key for key in ("adapter", "adapters") if key in request]:
             raise invalid_field(f"sampling.{taken[0]}", "an adapter is named by adapter=, one for all or a list")
-        if unknown := sorted(set(request) - GenerateOptions.__annotations__.keys()):
-            raise invalid_field(f"sampling.{unknown[0]}", "is not known; SamplingParams lists what there is")
         if isinstance(name, str):
             request["adapter"] = name
         elif name is not None:

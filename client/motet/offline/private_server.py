@@ -42,7 +42,18 @@ OF_VLLM = {
     "trust_remote_code": "leave it out: code of a checkpoint is never run",
     "tensor_parallel_size": "leave it out: a model runs on one device",
     "pipeline_parallel_size": "leave it out: a model runs on one device",
+    "data_parallel_size": "leave it out: start further workers with `motet worker`",
     "seed": "give a seed in SamplingParams",
+    "speculative_config": 'use speculative="auto"',
+    "load_format": "leave it out: weights are read from safetensors",
+    "revision": "give the directory of that revision as the model",
+    "download_dir": "give the directory of a checkpoint as the model",
+    "hf_overrides": "leave it out, or change the checkpoint's config.json",
+    "disable_log_stats": "leave it out",
+    "tokenizer_mode": "leave it out: the tokenizer is the checkpoint's",
+    "skip_tokenizer_init": "leave it out: prompts may be token ids all the same",
+    "task": "leave it out: generate, embed and classify are served at once",
+    "runner": "leave it out: generate, embed and classify are served at once",
 }
 # What this module gives itself.
 _OWN = ("--api-keys", "--data-dir", "--drain-timeout-s", "--listen", "--model", "--worker-listen")

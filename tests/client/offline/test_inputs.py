@@ -11,6 +11,7 @@ from motet import LLM, ChatMessage, InvalidArgument, SamplingParams
 from motet.cli.main import main
 from motet.offline.inputs import conversations_of, either_sampling, items_of, prompts_of
 from motet.offline.private_server import OF_VLLM, flags_of
+from motet.requests import generate_request
 
 TURN = {"role": "user", "content": "hello"}
 
@@ -91,6 +92,43 @@ def test_sampling_has_two_names_and_one_is_given() -> None:
 def test_what_fits_no_prompt_is_refused(sampling: Any, adapter: Any, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         items_of(["a", "b"], sampling, adapter, {})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"top_k": -1, "seed": -1}, {"top_k": None, "seed": None}),
+        ({"top_k": 0, "min_p": 0.1}, {"top_k": None, "min_p": 0.1}),
+        ({"top_k": 5, "seed": 0}, {"top_k": 5, "seed": 0}),
+        ({"include_stop_str_in_output": True, "stop": ["a"]}, {"include_stop": True, "stop": ["a"]}),
+        ({"detokenize": True, "bad_words": None, "length_penalty": 1.0, "structured_outputs": None}, {}),
+    ],
+)
+def test_what_users_of_vllm_write_means_the_same(written: Any, meant: Any) -> None:
+    [item] = items_of(["a"], written, None, {})
+    assert item.options == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"structured_outputs": {"choice": ["a"]}}, r"sampling.structured_outputs: .*give constraint="),
+        ({"detokenize": False}, "sampling.detokenize: .*leave it out"),
+        ({"use_beam_search": True}, r"sampling.use_beam_search: .*BeamSearch"),
+        ({"top_k": -2}, "sampling.top_k: is -2"),
+        ({"top_k": False}, "sampling.top_k: is False"),
+        ({"include_stop_str_in_output": True, "include_stop": False}, "include_stop, which is given too"),
+    ],
+)
+def test_a_parameter_of_vllm_that_is_none_here_is_refused_with_what_to_write(written: Any, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        [item] = items_of(["a"], written, None, {})
+        generate_request("a", item.options)
+
+
+def test_an_argument_of_vllms_chat_is_refused_by_its_own_name() -> None:
+    with pytest.raises(InvalidArgument, match=r"^chat_template_kwargs: is not known; use template_kwargs"):
+        items_of([[TURN]], None, None, {"chat_template_kwargs": {}})
 
 
 def test_settings_become_flags_and_those_of_the_server_itself_are_refused() -> None:
