@@ -9,15 +9,19 @@ import asyncio
 import ipaddress
 import logging
 import ssl
+import sys
 import time
 from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from gateway.http.errors import closing_response
 
 logger = logging.getLogger(__name__)
 
@@ -138,11 +142,25 @@ class Connection(H11Protocol):
             super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        if self.carries_request or self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            # Another response has begun or will: with two of them uvicorn fails and logs a traceback.
+        """Refuse what is no HTTP, in the form of every refusal. uvicorn calls this while it handles h11's error."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            # Another response has begun: with two of them uvicorn fails and logs a traceback.
             self.transport.abort()
-        else:
-            super().send_400_response(msg)
+            return
+        if self.carries_request:  # and its body is what is wrong: for its handler, the client has left
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        refusal = closing_response(status, f"the request is not valid HTTP/1.1: {str(error or msg)[:200]}")
+        reason = HTTPStatus(status).phrase.encode()
+        for event in (
+            h11.Response(status_code=status, headers=refusal.raw_headers, reason=reason),
+            h11.Data(data=bytes(refusal.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         self.unread_since_s = self._connections.clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -180,6 +181,31 @@ async def test_a_body_that_is_no_http_ends_its_connection_and_not_the_log(caplog
             await port.until(0, 0)
             assert port.num_gone == min(num_gone, 1)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [
+        (b"hello\r\n\r\n", b"400 Bad Request", "illegal request line"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"400 Bad Request", "Missing mandatory Host"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx: %s" % (b"a" * 100_000), b"431 Request Header Fields Too Large", "too long"),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n", b"501 Not Implemented", "chunked"),
+        # The application waits for the body.
+        (b"POST /wait HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"400 Bad Request", "chunk"),
+    ],
+)
+async def test_what_is_no_http_is_refused_in_the_form_of_every_refusal(sent: bytes, status: bytes, said: str) -> None:
+    async with listening(4) as port:
+        reader = await port.open(sent)
+        async with asyncio.timeout(WAIT_S):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        lines = head.lower().split(b"\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status)
+        assert b"content-type: application/json" in lines and b"connection: close" in lines
+        error = json.loads(body)["error"]
+        assert error["type"] == "invalid_request_error" and error["param"] is None
+        assert error["message"].startswith("the request is not valid HTTP/1.1: ") and said in error["message"]
+        await port.until(0, 0)
 
 
 async def test_a_request_that_runs_has_no_time_limit_here() -> None:
