@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -23,6 +24,12 @@ NUM_LONGEST = 8  # bodies of the longest length that are read at once, in bytes 
 # 20 ms, and 2,000,000 short texts 0.1 s. Characters of texts count, too: so many are in no text that fits a context.
 MAX_CONTAINERS = 250_000
 MAX_VALUES = 2_000_000
+# msgspec calls a body with half of a surrogate pair malformed, or cut off.
+_HALF = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\u(?:d[89ab][0-9a-f]{2}(?!\\ud[c-f][0-9a-f]{2})|(?<!\\ud[89ab][0-9a-f]{2}\\u)d[c-f][0-9a-f]{2}))",
+    re.IGNORECASE,
+)
+MOST_SEARCHED = 1 << 20  # bytes of a body; no text that is served is longer
 _LATER = {"retry-after": "1", "retry-after-ms": "1000"}
 
 
@@ -39,6 +46,15 @@ def decoded_as(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except RecursionError as error:
         raise ValueError("JSON is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("JSON is not valid UTF-8; encode it as UTF-8") from error
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        if (half := _HALF.search(body, 0, MOST_SEARCHED)) is not None:
+            place = half.start(1)
+            raise ValueError(f"a text has half of a surrogate pair at byte {place}; send whole characters") from error
+        raise
     # msgspec's errors are ValueErrors.
 
 

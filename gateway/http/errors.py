@@ -48,6 +48,8 @@ def refusal_from(error: MotetError) -> Refusal:
     """What an error of the SDK is over HTTP. An unknown one is 500."""
     status = _STATUS_BY_CODE.get(error.code, 500)
     message = error.message
+    if any(violation.field == "api_key" for violation in error.field_violations):
+        status = 401  # no key has this form
     # Not one of Motet's own: gRPC refuses a message by its size.
     if status == 429 and not error.reason and error.retry_after_s is None:
         status, message = 413, f"the request is larger than Motet takes in one message; shorten it ({message})"

@@ -92,7 +92,7 @@ def refusal_of(error: MotetError | Refusal) -> Refusal:
     if isinstance(error, Refusal):
         return error
     plain = refusal_from(error)
-    param = _param_of(error)
+    param = None if plain.status == 401 else _param_of(error)
     code = _CODES.get(plain.status)
     if plain.status == 404:
         param = "model"

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 from motet import FailedPrecondition, InvalidArgument, MotetError, ResourceExhausted, Unauthenticated, Unavailable
+from motet.errors import invalid_field
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,6 +26,7 @@ from gateway.tinker.routes import tinker_app
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
     number: int
+    text: str = ""
 
 
 async def handle(request: Request) -> Response:
@@ -48,6 +50,10 @@ def client(prefix: str = "") -> httpx.AsyncClient:
         (b'{"number": 1, "other": 2}', 400, "unknown field `other`"),
         (b"{}", 400, "missing required field `number`"),
         (b"\xff", 400, "not a valid Body"),
+        (b'{"text": "\xff"}', 400, "JSON is not valid UTF-8; encode it as UTF-8"),
+        (rb'{"text": "a\ud83d b", "number": 1}', 400, "a text has half of a surrogate pair at byte 11; send whole"),
+        (rb'{"text": "\ud83d\ude00\ude00", "number": 1}', 400, "half of a surrogate pair at byte 22"),
+        (rb'{"text": "\\ud83d", "number": ', 400, "Input data was truncated"),
         (b"", 400, "it is empty; send a JSON object, {} if no field is to be set"),
         (b" \n", 400, "it is empty; send a JSON object, {} if no field is to be set"),
         (b'{"number": %s}' % (b"[" * 500), 400, "Expected `int`"),
@@ -128,6 +134,7 @@ async def test_a_request_that_names_two_keys_is_refused(headers: list[tuple[str,
     ("error", "status", "headers"),
     [
         (InvalidArgument("x"), 400, {}),
+        (invalid_field("api_key", "is not a key or token"), 401, {"www-authenticate": "Bearer"}),
         (Unauthenticated("x"), 401, {"www-authenticate": "Bearer"}),
         (FailedPrecondition("x"), 409, {"x-should-retry": "false"}),
         (ResourceExhausted("x", retry_after_s=1.5), 429, {"retry-after-ms": "1500", "retry-after": "2"}),
