@@ -215,7 +215,7 @@ class Scheduler:
                 break
             self._worker.lifecycle.preempt(victim)
         self._worker.queues.mark_ready_adapters()
-        return self._worker.slots.drain_commands()
+        return self._worker.slots.take_commands()
 
     def set_pinned(self, digests: Set[str]) -> None:
         """Keep exactly these adapters from eviction, from when they are in a slot."""

@@ -80,8 +80,8 @@ class AdapterDemands:
             return demand is not None
         return self._is_needed_alone(demand) or self.sets.holds(digest, is_ready)
 
-    def may_drain_for(self, demand: AdapterDemand) -> bool:
-        """Whether slots may be drained for the adapter.
+    def may_close_slots_for(self, demand: AdapterDemand) -> bool:
+        """Whether slots may be closed for the adapter.
 
         They are not for a preload, and not for an adapter that requests need only together with others while another
         set is being assembled: it could not take those slots.

@@ -6,8 +6,8 @@ set until all its adapters are ready or no request waits for it, so it gets whol
 the pinned adapters, and everything else in the arena is used by requests that run or may start, or can be evicted. A
 set that pinned adapters leave no room for is given up.
 
-Slots are drained for an adapter that a request needs alone, or for one of the set that is being assembled. An adapter
-of another set could not take them. While slots are drained, the next set is one that has this adapter: so sets and
+Slots are closed for an adapter that a request needs alone, or for one of the set that is being assembled. An adapter
+of another set could not take them. While slots are closed, the next set is one that has this adapter: so sets and
 single adapters take turns in the order of load_queue.py.
 """
 
@@ -90,7 +90,7 @@ class AdapterSets:
         """Choose the set that is being assembled from here on, if none is.
 
         It is one of the account with the least counter, there the first that came. `starving`: an adapter that slots
-        are drained for. Then it must be a set that has this adapter: else sets that keep coming would take those slots.
+        are closed for. Then it must be a set that has this adapter: else sets that keep coming would take those slots.
         """
         if self._assembled is None:
             names = self._sets if starving is None else self._names_by_digest.get(starving, ())

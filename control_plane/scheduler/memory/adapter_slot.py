@@ -60,7 +60,7 @@ class Slot:
     was_leased: bool = False  # since it was loaded, or a set that was assembled with it became whole
     admissions_before: int = 0  # requests admitted until then
     ready_s: float = 0.0  # monotonic time when the load ended
-    is_draining: bool = False  # closed to admissions, so that a starving adapter gets it
+    is_closed: bool = False  # closed to admissions, so that a starving adapter gets it
 
     @property
     def adapter(self) -> AdapterRef:

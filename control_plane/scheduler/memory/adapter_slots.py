@@ -24,9 +24,9 @@ from control_plane.scheduler.types import (
     digests_of,
 )
 
-# An adapter that waits for a slot lets this many other requests be admitted; then slots are drained for it. Small
+# An adapter that waits for a slot lets this many other requests be admitted; then slots are closed for it. Small
 # enough that a cold adapter waits for about one full batch, large enough that a load pays. An adapter that was loaded
-# and not used yet is protected from draining for the same number of admissions.
+# and not used yet is protected from closing for the same number of admissions.
 STARVATION_ADMISSIONS = 32
 # Adapters looked at beyond the first that does not fit, so that a step costs the same however many wait.
 PREFETCH_LOOKAHEAD = 16
@@ -58,7 +58,7 @@ class AdapterSlots:
         # Invariant: READY slots without leases, least recently used first.
         self._idle: OrderedDict[int, Slot] = OrderedDict()
         self._num_loading = 0
-        self._draining: list[Slot] = []
+        self._closed: list[Slot] = []
         self.pinned: frozenset[str] = frozenset()  # digests not to be evicted, whether they lie in a slot or not
         self._unloading: set[str] = set()  # digests to evict as soon as they are idle
         self._commands: list[SlotCommand] = []
@@ -81,7 +81,7 @@ class AdapterSlots:
             return True
         slot = self._by_digest.get(digest)
         if slot is not None:
-            return slot.state is SlotState.READY and not slot.is_draining
+            return slot.state is SlotState.READY and not slot.is_closed
         return SET_SEPARATOR in digest and all(map(self.is_admissible, digests_of(digest)))
 
     def is_active(self, digest: str | None) -> bool:
@@ -168,19 +168,19 @@ class AdapterSlots:
 
         Adapters are loaded in the order of load_queue.py, and no more than MAX_LOADING loads are under way. An adapter
         that finds no room lets those behind it pass, until it was overtaken STARVATION_ADMISSIONS times. Then slots are
-        drained for it, and nothing else is loaded before it. With strict slots this holds only for `urgent_digest`, and
+        closed for it, and nothing else is loaded before it. With strict slots this holds only for `urgent_digest`, and
         at once.
         """
         if urgent_digest != self._urgent_digest:
             self._urgent_digest = urgent_digest
             self._is_dirty = True
-        if not (self._is_dirty or self._demands.has_changed) and self._neediest()[1] == bool(self._draining):
+        if not (self._is_dirty or self._demands.has_changed) and self._neediest()[1] == bool(self._closed):
             return []
         self._is_dirty = self._demands.has_changed = self.is_blocked = False
         head, is_starving = self._choose_set() if self._demands.sets else self._neediest()
         self._evict([self._by_digest[d] for d in sorted(self._unloading) if self._is_unused(d)])
         if not is_starving:
-            self._stop_draining()
+            self._reopen_all()
         given_up: list[tuple[str, str]] = []
         # Room once all evictions under way are reported, less what earlier demands of this loop reserve of it.
         free_bytes = self.arena_bytes - self.used_bytes + self._evicting_bytes
@@ -190,12 +190,12 @@ class AdapterSlots:
         given_up += self._demands.sets.crowded_out(pinned_refs, self.arena_bytes, self.num_slots).items()
         others = [demand for demand in self._demands.next_loads(PREFETCH_LOOKAHEAD) if demand is not head]
         others.sort(key=self._demands.is_only_preloaded)  # what requests wait for goes first
-        is_closed = False  # but to the set that is being assembled
+        only_assembling = False  # but to the set that is being assembled
         num_more = MAX_LOADING - self._num_loading - self._num_evicting
         for demand in others if head is None else [head, *others]:
             if num_more <= 0:
                 break
-            if is_closed and not self._demands.sets.is_assembling(demand.ref.digest):
+            if only_assembling and not self._demands.sets.is_assembling(demand.ref.digest):
                 continue
             if len(pinned) == self.num_slots or sum(pinned) + demand.ref.arena_bytes > self.arena_bytes:
                 sizes = [*pinned, demand.ref.arena_bytes]
@@ -203,12 +203,12 @@ class AdapterSlots:
                 given_up.append((demand.ref.digest, why))
                 continue
             if is_starving and demand is head:
-                self._drain_for(demand.ref, free_bytes, free_slots)
+                self._close_for(demand.ref, free_bytes, free_slots)
             victims = self._idle_victims(demand, free_bytes, free_slots)
             if victims is None:
                 self.is_blocked = True
                 # The set that is being assembled may hold what this adapter lacks, so it goes on.
-                is_closed = is_closed or free_slots < 1 or (is_starving and demand is head)
+                only_assembling = only_assembling or free_slots < 1 or (is_starving and demand is head)
                 continue
             free_bytes += self._evict(victims) - demand.ref.arena_bytes
             free_slots += len(victims) - 1
@@ -217,12 +217,12 @@ class AdapterSlots:
                 self._load(demand)
         return given_up
 
-    def drain_commands(self) -> list[SlotCommand]:
+    def take_commands(self) -> list[SlotCommand]:
         """Commands to send, in order; forgotten here."""
         commands, self._commands = self._commands, []
         return commands
 
-    def drain_admissible_again(self) -> list[str]:
+    def take_admissible_again(self) -> list[str]:
         """Adapters that became admissible since the last call."""
         digests, self._admissible_again = self._admissible_again, []
         return digests
@@ -243,7 +243,7 @@ class AdapterSlots:
         if slot is not None and slot.state is SlotState.LOADING:
             return AdapterTier.LOADING
         if slot is not None:
-            return AdapterTier.NO_ROOM if slot.is_draining else AdapterTier.READY
+            return AdapterTier.NO_ROOM if slot.is_closed else AdapterTier.READY
         has_room = bool(self._empty) and self.used_bytes + ref.arena_bytes <= self.arena_bytes
         return AdapterTier.ABSENT if has_room or self._idle else AdapterTier.NO_ROOM
 
@@ -290,29 +290,29 @@ class AdapterSlots:
         assert self._num_loading == sum(s.state is SlotState.LOADING for s in placed), "slots that load are miscounted"
         self._demands.check_invariants(waiting)
         self._demands.sets.check_invariants(sets)
-        assert self._draining == [s for s in self._draining if s.is_draining], "a drained slot is not marked"
-        assert not any(slot.adapter.digest in self.pinned for slot in self._draining), "a pinned adapter is drained"
-        assert sum(slot.is_draining for slot in self.slots) == len(self._draining), "drained slots are miscounted"
+        assert self._closed == [s for s in self._closed if s.is_closed], "a closed slot is not marked"
+        assert not any(slot.adapter.digest in self.pinned for slot in self._closed), "a pinned adapter's slot is closed"
+        assert sum(slot.is_closed for slot in self.slots) == len(self._closed), "closed slots are miscounted"
 
     # ---- helpers ----
 
     def _neediest(self) -> tuple[AdapterDemand | None, bool]:
-        """The adapter that is placed first, and whether slots are drained for it."""
+        """The adapter that is placed first, and whether slots are closed for it."""
         if self._is_strict and self._urgent_digest is not None:
             waiting = map(self._demands.unplaced.get, digests_of(self._urgent_digest))
             head = next(filter(None, waiting), None)
             return head, head is not None
         head = self._demands.unplaced.head
-        if head is not None and not self._demands.may_drain_for(head):
-            head = next(filter(self._demands.may_drain_for, self._demands.next_loads(PREFETCH_LOOKAHEAD)), None)
+        if head is not None and not self._demands.may_close_slots_for(head):
+            head = next(filter(self._demands.may_close_slots_for, self._demands.next_loads(PREFETCH_LOOKAHEAD)), None)
         is_starving = head is not None and self._demands.times_overtaken(head) >= STARVATION_ADMISSIONS
         return head, is_starving and not self._is_strict
 
     def _choose_set(self) -> tuple[AdapterDemand | None, bool]:
         """Choose the set that is being assembled; returns what `_neediest` does then.
 
-        The slots of one that became whole are protected from draining as if they were just loaded: else slots that
-        other requests used before would be drained before a request with the set could begin.
+        The slots of one that became whole are protected from closing as if they were just loaded: else slots that
+        other requests used before would be closed before a request with the set could begin.
         """
         sets = self._demands.sets
         if self._is_strict:
@@ -331,7 +331,7 @@ class AdapterSlots:
                 head, is_starving = self._neediest()
         return head, is_starving
 
-    def _may_drain(self, slot: Slot) -> bool:
+    def _may_close(self, slot: Slot) -> bool:
         """Whether a slot may be closed to admissions for another adapter."""
         if slot.state is not SlotState.READY or slot.adapter.digest in self.pinned:
             return False
@@ -368,9 +368,9 @@ class AdapterSlots:
             self._num_evicting += 1
             del self._idle[slot.slot_idx]
             del self._by_digest[ref.digest]
-            if slot.is_draining:
-                slot.is_draining = False
-                self._draining.remove(slot)
+            if slot.is_closed:
+                slot.is_closed = False
+                self._closed.remove(slot)
             self._commands.append(EvictSlot(slot.slot_idx, slot.generation, ref.digest))
             self._demands.note_evicted(ref.digest)
         self._evicting_bytes += num_bytes
@@ -390,7 +390,7 @@ class AdapterSlots:
     def _is_evictable(self, slot: Slot) -> bool:
         """Whether an idle slot may go: not pinned, and not about to be used by waiting requests."""
         digest = slot.adapter.digest
-        return digest not in self.pinned and (slot.is_draining or not self._demands.is_held(digest, self.is_admissible))
+        return digest not in self.pinned and (slot.is_closed or not self._demands.is_held(digest, self.is_admissible))
 
     def _idle_victims(self, demand: AdapterDemand, free_bytes: int, free_slots: int) -> list[Slot] | None:
         """Least recently used idle slots that make room for an adapter, or None if they cannot.
@@ -416,31 +416,31 @@ class AdapterSlots:
             num_slots -= 1
         return victims
 
-    def _drain_for(self, ref: AdapterRef, free_bytes: int, free_slots: int) -> None:
+    def _close_for(self, ref: AdapterRef, free_bytes: int, free_slots: int) -> None:
         """Close slots to admissions until, once idle, they make room: those with the fewest users first."""
-        going = [slot for slot in self._by_digest.values() if slot.is_draining]
-        going += [slot for slot in self._idle.values() if not slot.is_draining and self._is_evictable(slot)]
+        going = [slot for slot in self._by_digest.values() if slot.is_closed]
+        going += [slot for slot in self._idle.values() if not slot.is_closed and self._is_evictable(slot)]
         num_bytes = ref.arena_bytes - free_bytes - sum(slot.adapter.arena_bytes for slot in going)
         num_slots = 1 - free_slots - len(going)
-        open_slots = [slot for slot in self._by_digest.values() if self._may_drain(slot) and slot not in going]
+        open_slots = [slot for slot in self._by_digest.values() if self._may_close(slot) and slot not in going]
         for slot in sorted(open_slots, key=lambda slot: (slot.num_leases, slot.slot_idx)):
             if num_bytes <= 0 and num_slots <= 0:
                 break
-            slot.is_draining = True
-            self._draining.append(slot)
+            slot.is_closed = True
+            self._closed.append(slot)
             num_bytes -= slot.adapter.arena_bytes
             num_slots -= 1
 
-    def _stop_draining(self) -> None:
-        for slot in self._draining:
-            slot.is_draining = False
+    def _reopen_all(self) -> None:
+        for slot in self._closed:
+            slot.is_closed = False
             self._admissible_again.append(slot.adapter.digest)
-        self._draining.clear()
+        self._closed.clear()
 
     def _reopen(self, digests: Iterable[str]) -> None:
-        """Drain the slots of these adapters no more."""
+        """Open the slots of these adapters to admissions again."""
         for slot in filter(None, map(self._by_digest.get, digests)):
-            if slot.is_draining:
-                slot.is_draining = False
-                self._draining.remove(slot)
+            if slot.is_closed:
+                slot.is_closed = False
+                self._closed.remove(slot)
                 self._admissible_again.append(slot.adapter.digest)

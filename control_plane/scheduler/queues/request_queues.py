@@ -97,7 +97,7 @@ class RequestQueues:
 
     def mark_ready_adapters(self) -> None:
         """Let requests take part whose adapters became admissible."""
-        for digest in self._slots.drain_admissible_again():
+        for digest in self._slots.take_admissible_again():
             self.waiting.mark_ready(digest)
 
     def _demand_adapter(self, group: SequenceGroup) -> None:

@@ -99,7 +99,7 @@ async def test_an_activated_adapter_goes_on_from_the_token_at_which_it_became_ac
 
 
 async def test_a_combination_moves_to_a_worker_where_other_adapters_have_its_slots(clock: FakeClock) -> None:
-    """Four slots there: two requests for two adapters each hold them until they end, or their slots are drained."""
+    """Four slots there: two requests for two adapters each hold them until they end, or their slots are closed."""
     fleet = make_fleet(clock)
     first, second = LoopbackWorker(fleet, "w0"), LoopbackWorker(fleet, "w1")
     requests = [combined(fleet, Combination.CAT, names) for names in ("ab", "cd", "ef", "gh", "bc", "fg")]

@@ -34,7 +34,7 @@ def make_bench(num_slots: int = 3, policy: Policy = Policy.CHUNKED_PREFILL, **li
 
 
 def pass_by(bench: Bench, first_id: int) -> None:
-    """Admit as many requests of the base model as an adapter lets pass before slots are drained for it."""
+    """Admit as many requests of the base model as an adapter lets pass before slots are closed for it."""
     for request_id in range(first_id, first_id + STARVATION_ADMISSIONS + 1):
         bench.add(make_request(request_id, max_tokens=1))
         bench.step()
@@ -61,8 +61,8 @@ def test_a_set_without_room_beside_pins_ends_with_the_numbers_and_blocks_nobody(
     assert bench.ends[2].finish_reason is bench.ends[3].finish_reason is FinishReason.LENGTH
 
 
-def test_a_slot_that_is_drained_for_an_adapter_is_not_lost_when_a_set_with_both_comes_next() -> None:
-    """The slot of A is drained for X, whose request is cancelled. B starves then, and is needed with A alone."""
+def test_a_slot_that_is_closed_for_an_adapter_is_not_lost_when_a_set_with_both_comes_next() -> None:
+    """The slot of A is closed for X, whose request is cancelled. B starves then, and is needed with A alone."""
     bench = with_pins(num_blocks=64, max_model_len=200)
     bench.add(make_request(1, adapter=A, max_tokens=100))
     bench.step()
@@ -160,7 +160,7 @@ def test_a_set_that_is_preempted_and_swapped_out_gets_all_its_slots_again() -> N
     assert bench.ends[1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_set_is_not_drained_between_its_last_load_and_its_first_row() -> None:
+def test_a_set_is_not_closed_between_its_last_load_and_its_first_row() -> None:
     """A was used before and is old; B comes at last, and at this moment another adapter starves."""
     bench = make_bench(2, max_rows=1)
     bench.add(make_request(1, adapter=A, max_tokens=2))
