@@ -46,8 +46,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def _check_places(worker: WorkerState) -> None:
     """Each live request is in exactly one place, and an ended request only holds what a step in flight names."""
     waiting, held, live = list(worker.queues.waiting), worker.rows.held, worker.lifecycle.groups
-    num_draining = sum(row.state is SequenceState.DRAINING for row in held)
-    assert worker.rows.num_draining == num_draining, "leaving rows are miscounted"
+    num_leaving = sum(row.state is SequenceState.LEAVING for row in held)
+    assert worker.rows.num_leaving == num_leaving, "leaving rows are miscounted"
     orders = [row.sequence.group.order for row in held]
     assert orders == sorted(orders), "held rows are out of order"
     assert len({id(row) for row in held}) == len(held), "a row is held twice"
@@ -88,14 +88,14 @@ def _check_group_with_rows(worker: WorkerState, group: SequenceGroup) -> None:
     rows = [member.row for member in group.members if member.row is not None]
     num_held = sum(row.sequence.group is group for row in worker.rows.held)
     assert group.num_rows == len(rows) == num_held, "a request miscounts its rows"
-    is_leaving = group.state is GroupState.DRAINING
+    is_leaving = group.state is GroupState.LEAVING
     assert is_leaving or group.state is GroupState.RUNNING, "a request that holds rows is in no state to hold them"
     assert is_leaving or not group.is_ended, "a request ended but may still be planned"
     assert group.is_ended == all(s.is_ended for s in group.members), "a request and its completions end apart"
     for row in rows:
         if is_leaving or row.sequence.is_ended:
-            assert row.state is SequenceState.DRAINING, "a sequence of a leaving request may be planned"
-        if row.state is SequenceState.DRAINING:
+            assert row.state is SequenceState.LEAVING, "a sequence of a leaving request may be planned"
+        if row.state is SequenceState.LEAVING:
             assert row.num_in_flight > 0, "a leaving sequence holds a row that no step in flight names"
 
 
@@ -149,7 +149,7 @@ def _check_host_blocks(worker: WorkerState, in_flight: deque[InFlightStep]) -> N
             holders.update(sequence.host_block_ids)
             if sequence.host_block_ids:
                 row = sequence.row
-                is_out = group.state in (GroupState.SWAPPED, GroupState.DRAINING)
+                is_out = group.state in (GroupState.SWAPPED, GroupState.LEAVING)
                 is_here = row is not None and row.block_ids and not row.moved_block_ids
                 assert is_out and (not is_here or to_come.issuperset(sequence.host_block_ids)), (
                     "a request that is swapped out is on the device"

@@ -171,7 +171,7 @@ class Scheduler:
         self._end_expired(now_s)
         return self.take_outputs()
 
-    def drain_requests(self) -> list[Request]:
+    def take_requests(self) -> list[Request]:
         """Every live request with its accepted tokens, in order of arrival, to go on elsewhere. Nothing may follow."""
         self._is_dead = True
         self._worker.lifecycle.abandon()
@@ -208,7 +208,7 @@ class Scheduler:
         while True:
             for digest, reason in self._worker.slots.place(self._worker.queues.waiting.urgent_digest):
                 self._give_up_adapter(digest, reason, is_crowded_out=True)
-            if not self._worker.slots.is_blocked or self._worker.rows.num_draining > 0:
+            if not self._worker.slots.is_blocked or self._worker.rows.num_leaving > 0:
                 break
             victim = choose_paused(self._worker.rows.held, has_adapter=True)
             if victim is None:
@@ -259,7 +259,7 @@ class Scheduler:
         wants_logprobs = self._worker.rows.num_wanting_logprobs > 0  # host-fed rows do: beams are chosen by them
         if wants_logprobs:
             draft.feed()
-        plan, steps = draft.finish(self._next_step_id, self._worker.rows.free.drain_freed(), num_steps)
+        plan, steps = draft.finish(self._next_step_id, self._worker.rows.free.take_freed(), num_steps)
         if wants_logprobs:
             note_logprobs(steps)
         self._next_step_id += num_steps

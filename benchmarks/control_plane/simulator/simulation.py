@@ -215,7 +215,7 @@ class Simulation:
         del self._up[worker.worker_id]
         self.outcome.num_failures += 1
         self._at(self.now_s + self._shape.restart_s, lambda: self._start(worker.worker_id))
-        for request in worker.scheduler.drain_requests():
+        for request in worker.scheduler.take_requests():
             self.outcome.num_migrations += 1
             self._assign(request)
 

@@ -40,7 +40,7 @@ class Migration:
         computed = self._computed_by(session, jobs)
         self.num_migrated += len(computed)
         finding = self._isolation.note_end(session, computed)
-        moved = {request.request_id: request for request in session.scheduler.drain_requests()}
+        moved = {request.request_id: request for request in session.scheduler.take_requests()}
         failed: list[tuple[Job, MotetError]] = []
         for job in jobs:
             request = moved.get(job.request.request_id)

@@ -43,7 +43,7 @@ class RowPool:
         """Give back a row that the worker does not know."""
         heapq.heappush(self._free, row)
 
-    def drain_freed(self) -> list[int]:
+    def take_freed(self) -> list[int]:
         """Rows freed since the last call, for the plan that is made."""
         freed, self._unsent = self._unsent, []
         return freed

@@ -301,7 +301,7 @@ class SequenceGroup:
     state: GroupState = GroupState.WAITING
     is_paused: bool = False  # its reader is slow. It may keep its rows meanwhile; without any, its state is PAUSED
     is_ended: bool = False  # never to be scheduled again
-    num_rows: int = 0  # members that hold a row, draining ones included
+    num_rows: int = 0  # members that hold a row, leaving ones included
     prompt_logprobs: PromptLogprobs | None = None  # those that came so far from the prefill under way
     searcher: BeamSearcher | None = None  # for beam search
     beam_sequences: list[Sequence] = field(default_factory=list)  # of the searcher's beams, in their order

@@ -176,7 +176,7 @@ class Backfill:
     def _victims(self) -> list[SequenceGroup]:
         """Requests that make room for the request that is due; none while others leave already."""
         worker = self._worker
-        if worker.rows.num_draining > 0 or self.reserved is None:
+        if worker.rows.num_leaving > 0 or self.reserved is None:
             return []
         num_rows, num_blocks = self._needs(self.reserved)
         rows_short = num_rows - worker.rows.free.num_free

@@ -69,7 +69,7 @@ class Lifecycle:
             self._swap.move_out(group)
         group.note_preemption()
         self.num_preemptions += 1
-        self._drain(group)
+        self._leave_rows(group)
 
     def end(self, group: SequenceGroup) -> None:
         """The request is over: forget it, and give back what it holds as soon as no step in flight names it."""
@@ -85,7 +85,7 @@ class Lifecycle:
             self._queues.leave_swapped(group)
         if group.num_rows > 0:
             self._rows.num_ending_groups += 1
-            self._drain(group)
+            self._leave_rows(group)
         else:
             self._vanish(group)
 
@@ -96,7 +96,7 @@ class Lifecycle:
         if all(member.is_ended or member.is_cancelled for member in sequence.group.members):
             self.end(sequence.group)
         else:
-            self._drain_sequence(sequence)
+            self._leave_row(sequence)
 
     def cancel_sequence(self, sequence: Sequence) -> None:
         """Cancel one completion. If other sequences still have to fork from it, its prefill is finished first.
@@ -113,12 +113,12 @@ class Lifecycle:
         else:
             self.end_sequence(sequence)
 
-    def leave_if_drained(self, row: Row) -> None:
-        """Take a draining row away if no step in flight names it.
+    def finish_leaving(self, row: Row) -> None:
+        """Take the row away if it is leaving and no step in flight names it; any other row stays.
 
         A request that has not ended waits again once all its rows left.
         """
-        if row.state is not SequenceState.DRAINING or row.num_in_flight > 0:
+        if row.state is not SequenceState.LEAVING or row.num_in_flight > 0:
             return
         group = row.sequence.group
         self._rows.leave(row)
@@ -146,15 +146,15 @@ class Lifecycle:
         for group in (*with_rows, *self._queues.swapped):
             self._counters.stop_running(group.request.account)
 
-    def _drain(self, group: SequenceGroup) -> None:
-        move_group(group, GroupState.DRAINING)
+    def _leave_rows(self, group: SequenceGroup) -> None:
+        move_group(group, GroupState.LEAVING)
         for sequence in list(group.members):
-            self._drain_sequence(sequence)
+            self._leave_row(sequence)
 
-    def _drain_sequence(self, sequence: Sequence) -> None:
+    def _leave_row(self, sequence: Sequence) -> None:
         if sequence.row is not None:
-            self._rows.drain(sequence.row)
-            self.leave_if_drained(sequence.row)
+            self._rows.start_leaving(sequence.row)
+            self.finish_leaving(sequence.row)
 
     def _vanish(self, group: SequenceGroup) -> None:
         move_group(group, GroupState.GONE)

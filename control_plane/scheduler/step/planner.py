@@ -152,7 +152,7 @@ class Planner:
         while True:
             block_id = self._worker.pool.take_one()
             # Blocks of requests that are leaving come with the next results: preempt no further request.
-            if block_id is not None or self._worker.rows.num_draining > 0:
+            if block_id is not None or self._worker.rows.num_leaving > 0:
                 return block_id
             victim = choose_victim(self._worker.rows.held, row, counters)
             if victim is None:
@@ -197,12 +197,12 @@ class Planner:
             draft.prefill(row)
 
     def _preempt_paused(self, draft: PlanDraft) -> bool:
-        """Preempt a paused request that holds rows. Returns False if none does, or if other rows are draining.
+        """Preempt a paused request that holds rows. Returns False if none does, or if other rows are leaving.
 
         What the request held is free at once, or after the results that name it.
         """
         worker = self._worker
-        if worker.lifecycle.num_paused == 0 or worker.rows.num_draining > 0:
+        if worker.lifecycle.num_paused == 0 or worker.rows.num_leaving > 0:
             return False
         victim = choose_paused(worker.rows.held)
         if victim is None:

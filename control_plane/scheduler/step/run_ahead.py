@@ -58,7 +58,7 @@ def _is_settled(draft: PlanDraft, worker: WorkerState) -> bool:
     No row of the draft has reached its length.
     """
     is_awaited = worker.queues.is_awaited
-    if is_awaited and (worker.rows.free.num_free > 0 or worker.rows.num_draining > 0):
+    if is_awaited and (worker.rows.free.num_free > 0 or worker.rows.num_leaving > 0):
         return False
     num_open = 0  # rows that go on decoding
     for row in worker.rows.held:

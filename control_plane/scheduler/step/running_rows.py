@@ -42,11 +42,11 @@ class RunningRows:
         self._counters = counters
         self._block_size = limits.block_size
         self.free = RowPool(limits.max_rows)
-        self.held: list[Row] = []  # in order of arrival, DRAINING ones too
+        self.held: list[Row] = []  # in order of arrival, LEAVING ones too
         # The held rows that the next plan may decode, and the held rows that still prefill.
         self._decode_batch: DecodeBatch | None = None  # None: a row joined or left it since
         self._prefilling: list[Row] = []
-        self.num_draining = 0  # of the held rows
+        self.num_leaving = 0  # of the held rows
         self.num_groups = 0  # requests that hold rows
         self.num_ending_groups = 0  # of these, requests that are over
         self.num_wanting_logprobs = 0  # of the held rows: those whose results come with log-probabilities
@@ -137,20 +137,20 @@ class RunningRows:
         beam.forget_beam()
         self.regroup()
 
-    def drain(self, row: Row) -> None:
+    def start_leaving(self, row: Row) -> None:
         """Stop planning a row. The row leaves with the last step in flight that names it."""
-        if row.state is not SequenceState.DRAINING:
-            move_row(row, SequenceState.DRAINING)
+        if row.state is not SequenceState.LEAVING:
+            move_row(row, SequenceState.LEAVING)
             row.look_closely()
-            self.num_draining += 1
+            self.num_leaving += 1
             self.regroup()
 
     def leave(self, row: Row) -> None:
-        """Take a draining row away from its sequence: give back row, blocks and lease."""
+        """Take a leaving row away from its sequence: give back row, blocks and lease."""
         sequence, group = row.sequence, row.sequence.group
         self.held.remove(row)
         self.regroup()
-        self.num_draining -= 1
+        self.num_leaving -= 1
         self._pool.release(row.block_ids)
         self.release_copied(row)
         if row.is_begun:

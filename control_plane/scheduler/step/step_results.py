@@ -68,7 +68,7 @@ class StepResults:
         if row.row_idx in result.waiting_rows:
             self._apply_wait(row, num_tokens)
         elif sequence.is_ended:
-            self._lifecycle.leave_if_drained(row)
+            self._lifecycle.finish_leaving(row)
         elif token_id is not None:
             row.note_computed(num_tokens)
             if sequence.is_host_fed:
@@ -99,7 +99,7 @@ class StepResults:
         if row.state is SequenceState.RUNNING:
             row.apply_on()
         if reason is None:
-            self._lifecycle.leave_if_drained(row)
+            self._lifecycle.finish_leaving(row)
         else:
             self._lifecycle.end_sequence(sequence)
 
@@ -109,7 +109,7 @@ class StepResults:
         if not row.sequence.is_ended:
             row.note_computed(num_tokens - 1)
         self._rows.regroup()
-        self._lifecycle.leave_if_drained(row)
+        self._lifecycle.finish_leaving(row)
 
     def _apply_vector(self, row: Row, result: StepResult, outputs: list[RequestOutput]) -> None:
         """Apply the vector of a row with `pooling`, which ends its request."""
@@ -136,8 +136,8 @@ class StepResults:
         searcher = group.searcher
         assert searcher is not None, "a host-fed row without a beam search"
         self._register_prompt(row)
-        if row.state is SequenceState.DRAINING:  # preempted: all beams are computed again
-            self._lifecycle.leave_if_drained(row)
+        if row.state is SequenceState.LEAVING:  # preempted: all beams are computed again
+            self._lifecycle.finish_leaving(row)
             return
         if not group.add_candidates(sequence, result.logprobs[row.row_idx].top):
             return
@@ -166,7 +166,7 @@ class StepResults:
                 self._register_prompt(row)
             else:
                 self._rows.register(row)
-        self._lifecycle.leave_if_drained(row)
+        self._lifecycle.finish_leaving(row)
 
 
 def _add_extras(row: Row, output: RequestOutput, result: StepResult) -> None:

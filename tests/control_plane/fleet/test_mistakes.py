@@ -123,7 +123,7 @@ async def test_a_mistake_when_a_session_ends_leaves_no_request_waiting_for_ever(
     def fail() -> None:
         raise AssertionError("the state is inconsistent")
 
-    monkeypatch.setattr(worker.session.scheduler, "drain_requests", fail)
+    monkeypatch.setattr(worker.session.scheduler, "take_requests", fail)
     worker.lose()
     for reader in readers:
         with pytest.raises(MotetError, match="internal error"):
@@ -138,7 +138,7 @@ async def test_a_mistake_at_ending_one_request_of_a_lost_worker_leaves_no_other_
     worker = LoopbackWorker(fleet)
     readers = [asyncio.create_task(read_all(fleet.submit(make_request(fleet, [i], 20)))) for i in range(3)]
     await worker.turn()
-    monkeypatch.setattr(worker.session.scheduler, "drain_requests", list)  # so none of them can go on
+    monkeypatch.setattr(worker.session.scheduler, "take_requests", list)  # so none of them can go on
     num_calls = 0
 
     def fail(*_: object) -> None:

@@ -341,13 +341,13 @@ def test_paused_requests_are_preempted_for_those_short_of_blocks_or_rows() -> No
     assert bench.tokens[1] == oracle(request, 64)
 
 
-def test_drained_requests_go_on_elsewhere_with_the_same_tokens() -> None:
+def test_moved_requests_go_on_elsewhere_with_the_same_tokens() -> None:
     first, second = Bench(plan_depth=2, max_rows=2), Bench()
     requests = [make_request(i, prompt=5, max_tokens=9) for i in (2, 1, 3)]
     first.add(*requests)
     for _ in range(3):
         first.step()
-    moved = first.scheduler.drain_requests()
+    moved = first.scheduler.take_requests()
     assert [request.request_id for request in moved] == [1, 2, 3]
     second.add(*moved)
     second.run()

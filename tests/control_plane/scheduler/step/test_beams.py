@@ -95,13 +95,13 @@ def test_a_search_that_was_swapped_out_comes_back_with_all_its_beams() -> None:
         assert len({host for host, _ in plan.swap_ins}) == len(plan.swap_ins), "a block travels once"
 
 
-def test_a_drained_search_begins_again_elsewhere() -> None:
+def test_a_moved_search_begins_again_elsewhere() -> None:
     first, second = GroupBench(), GroupBench()
     request = make_search(1, 3, max_tokens=6, adapter=make_adapter("one"))
     first.add(request)
     for _ in range(4):
         first.step()
-    assert first.scheduler.drain_requests() == [request]
+    assert first.scheduler.take_requests() == [request]
     second.add(request)
     second.run()
 

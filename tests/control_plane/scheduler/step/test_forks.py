@@ -137,14 +137,14 @@ def test_a_request_is_over_when_its_last_completion_is_cancelled() -> None:
     assert bench.plan() is None
 
 
-def test_drained_completions_go_on_elsewhere_and_ended_ones_are_not_run_again() -> None:
+def test_moved_completions_go_on_elsewhere_and_ended_ones_are_not_run_again() -> None:
     first, second = GroupBench(plan_depth=2), GroupBench()
     request = make_samples(1, 3, prompt=5, max_tokens=6, adapter=make_adapter("one"))
     due = Ledger(64).open(request).due
     first.add(replace(request, stop_token_ids=frozenset([due[1][1]]) - {*due[0][:3], *due[2][:3]}))
     for _ in range(5):
         first.step()
-    (moved,) = first.scheduler.drain_requests()
+    (moved,) = first.scheduler.take_requests()
     assert moved.completions[1] == Completion(tuple(due[1][:2]), True)
     assert 0 < len(moved.completions[0].token_ids) < 6
     second.add(moved)

@@ -333,7 +333,7 @@ def test_a_swapped_request_whose_adapter_cannot_be_had_ends_with_its_tokens() ->
 def test_swapped_requests_go_on_elsewhere_with_the_same_tokens() -> None:
     requests = three_requests()
     bench, other = run_short_of_blocks(CHEAP, *requests), Bench()
-    moved = bench.scheduler.drain_requests()
+    moved = bench.scheduler.take_requests()
     other.add(*moved)
     other.run()
     assert [other.tokens[r.request_id] for r in requests] == [oracle(request, 64) for request in requests]
