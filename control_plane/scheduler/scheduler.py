@@ -206,9 +206,9 @@ class Scheduler:
     def slot_commands(self) -> list[SlotCommand]:
         """Loads and evictions to send, each once; call it after add, plan, apply and slot reports."""
         while True:
-            for digest, reason in self._worker.slots.place(self._worker.queues.waiting.urgent_digest):
+            for digest, reason in self._worker.placement.place(self._worker.queues.waiting.urgent_digest):
                 self._give_up_adapter(digest, reason, is_crowded_out=True)
-            if not self._worker.slots.is_blocked or self._worker.rows.num_leaving > 0:
+            if not self._worker.placement.is_blocked or self._worker.rows.num_leaving > 0:
                 break
             victim = choose_paused(self._worker.rows.held, has_adapter=True)
             if victim is None:
@@ -298,7 +298,7 @@ class Scheduler:
     def utilization(self, prefix: PrefixKeys) -> WorkerUtilization:
         """How busy the worker is, and what it already has of the request that `prefix` was made for."""
         limits, costs, adapters = self.limits, self._worker.costs, prefix.request.adapters
-        tier, num_load_bytes = self._worker.slots.tier_of(adapters)
+        tier, num_load_bytes = self._worker.placement.tier_of(adapters)
         num_waiting = self.num_waiting
         return WorkerUtilization(
             step_us=costs.decode_step_us,
@@ -332,7 +332,7 @@ class Scheduler:
 
         Paused requests do not count. Requests that wait count only where no request holds a row.
         """
-        if self._in_flight or self._worker.slots.is_changing(self._worker.queues.waiting.urgent_digest):
+        if self._in_flight or self._worker.placement.is_changing(self._worker.queues.waiting.urgent_digest):
             return False
         if self._worker.rows.held:
             return any(not row.sequence.group.is_paused for row in self._worker.rows.held)

@@ -21,7 +21,7 @@ MAX_LOAD_ATTEMPTS = 7
 
 
 class AdapterDemands:
-    """The demand for each adapter that some waiting request has. The slot table (adapter_slots.py) serves it."""
+    """The demand for each adapter that some waiting request has. slot_placement.py serves it."""
 
     def __init__(self, counters: VirtualCounters) -> None:
         """`counters` have the accounts' weights."""

@@ -6,15 +6,17 @@ from collections import Counter
 
 from control_plane.scheduler.memory.adapter_slots import AdapterSlots
 from control_plane.scheduler.memory.prefix_cache import PrefixCache
+from control_plane.scheduler.memory.slot_placement import SlotPlacement
 from control_plane.scheduler.types import Request, digests_of
 
 
 class AdapterPurge:
     """Which adapters are being purged, and how many requests have each adapter."""
 
-    def __init__(self, cache: PrefixCache, slots: AdapterSlots) -> None:
+    def __init__(self, cache: PrefixCache, slots: AdapterSlots, placement: SlotPlacement) -> None:
         self._cache = cache
         self._slots = slots
+        self._placement = placement
         # Requests that are live or still hold rows, by adapter; no zeros.
         self.num_requests_by_digest: Counter[str] = Counter()
         self._purged: set[str] = set()  # digests whose blocks stay out of the cache until nothing of them is left
@@ -25,7 +27,7 @@ class AdapterPurge:
             self.num_requests_by_digest[ref.digest] += 1
             if ref.digest in self._purged:
                 self._purged.discard(ref.digest)
-                self._slots.cancel_unload(ref.digest)
+                self._placement.cancel_unload(ref.digest)
 
     def remove_request(self, request: Request) -> None:
         """A request is over and holds nothing any more."""
@@ -43,7 +45,7 @@ class AdapterPurge:
         if digest in self._purged or not self.has_digest(digest):
             return False
         self._cache.purge(digest)
-        self._slots.start_unload(digest)
+        self._placement.start_unload(digest)
         self._purged.add(digest)
         self.close(digest)
         return True
@@ -52,7 +54,7 @@ class AdapterPurge:
         """End the purge if nothing of the adapter is left; called when its last request or its slot went."""
         if digest in self._purged and not self._is_in_use(digest):
             self._purged.discard(digest)
-            self._slots.cancel_unload(digest)
+            self._placement.cancel_unload(digest)
 
     def is_purged(self, digest: str) -> bool:
         """Whether a purge of the adapter is under way."""

@@ -10,6 +10,7 @@ from control_plane.scheduler.memory.adapter_purge import AdapterPurge
 from control_plane.scheduler.memory.adapter_slots import AdapterSlots
 from control_plane.scheduler.memory.block_pool import BlockPool
 from control_plane.scheduler.memory.prefix_cache import PrefixCache
+from control_plane.scheduler.memory.slot_placement import SlotPlacement
 from control_plane.scheduler.queues.request_queues import RequestQueues
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.step.lifecycle import Lifecycle
@@ -28,6 +29,7 @@ class WorkerState:
     cache: PrefixCache
     demands: AdapterDemands
     slots: AdapterSlots
+    placement: SlotPlacement
     purge: AdapterPurge
     queues: RequestQueues
     rows: RunningRows
@@ -43,10 +45,13 @@ def make_worker_state(limits: WorkerLimits, settings: SchedulerSettings, counter
     pool = BlockPool(limits.num_blocks)
     cache = PrefixCache(pool, limits.block_size)
     demands = AdapterDemands(counters)
-    slots = AdapterSlots(limits.num_slots, limits.arena_bytes, demands, is_strict=settings.policy is Policy.FCFS)
-    purge = AdapterPurge(cache, slots)
+    slots = AdapterSlots(limits.num_slots, limits.arena_bytes, demands)
+    placement = SlotPlacement(slots, demands, is_strict=settings.policy is Policy.FCFS)
+    purge = AdapterPurge(cache, slots, placement)
     queues = RequestQueues(limits, settings, slots, demands, counters)
     rows = RunningRows(limits, pool, cache, slots, purge, queues, counters)
     swap = SwapSpace(limits, settings.policy, costs, pool, cache)
     lifecycle = Lifecycle(queues, rows, swap, purge, counters)
-    return WorkerState(limits, pool, cache, demands, slots, purge, queues, rows, swap, lifecycle, counters, costs)
+    return WorkerState(
+        limits, pool, cache, demands, slots, placement, purge, queues, rows, swap, lifecycle, counters, costs
+    )

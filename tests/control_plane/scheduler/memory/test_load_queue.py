@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.invariants import check_scheduler
-from control_plane.scheduler.memory.adapter_slots import MAX_LOADING
 from control_plane.scheduler.memory.load_queue import AdapterDemand, LoadQueue
+from control_plane.scheduler.memory.slot_placement import MAX_LOADING
 from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, RequestId, SlotReady
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.scheduler.memory.adapter_slots import STARVATION_ADMISSIONS
+from control_plane.scheduler.memory.slot_placement import STARVATION_ADMISSIONS
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import (
     AdapterRef,

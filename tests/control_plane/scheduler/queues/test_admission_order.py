@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT, VirtualCounters
-from control_plane.scheduler.memory.adapter_slots import STARVATION_ADMISSIONS
+from control_plane.scheduler.memory.slot_placement import STARVATION_ADMISSIONS
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.step.planner import MAX_TIMES_OVERTAKEN
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
