@@ -76,7 +76,7 @@ def build_engine(
         check_launches(torch.cuda.get_device_name(device))
     memory = memory or device_memory(device)
     loaded = _load(config, device, read_weights)
-    memory.free_bytes()  # gives back what loading left
+    memory.release()  # loading leaves gigabytes of separate weights that were fused
     weights_bytes = memory.own_bytes()
     config = with_arena(config, memory)
     arena = _make_arena(config, loaded, fingerprint, device)
@@ -218,7 +218,7 @@ def _size_kv(assembly: Assembly, memory: DeviceMemory, unused_bytes: int) -> tup
     assembly.let_go()
     # The allocator kept what the step freed. A part of it under the KV blocks would leave too little for the next such
     # step, which needs pieces as large.
-    memory.free_bytes()
+    memory.release()
     if named is not None:
         return named, measured
     demand = Demand(
@@ -332,7 +332,10 @@ def _load(config: WorkerConfig, device: torch.device, read_weights: ReadWeights 
 
 
 def with_arena(config: WorkerConfig, memory: DeviceMemory) -> WorkerConfig:
-    """The configuration with the bytes of the arena, where a share of free memory is given. Call it after loading."""
+    """The configuration with the bytes of the arena, where a share of free memory is given.
+
+    Call it after loading, when `memory` was released.
+    """
     if config.arena_memory_share is None:
         return config
     arena_bytes = int(memory.free_bytes() * config.arena_memory_share)

@@ -27,7 +27,10 @@ class DeviceMemory(Protocol):
         """All of it."""
 
     def free_bytes(self) -> int:
-        """What may still be taken. Memory that was freed and kept for reuse is given back first."""
+        """What may still be taken. Memory that was freed and is kept for reuse does not count."""
+
+    def release(self) -> None:
+        """Give back to the device what was freed and is kept for reuse."""
 
     def own_bytes(self) -> int:
         """What this process takes at present, memory that it keeps for reuse included."""
@@ -56,9 +59,14 @@ class CudaMemory:
         return torch.cuda.mem_get_info(self._device)[1]
 
     def free_bytes(self) -> int:
-        """See DeviceMemory. Loading leaves gigabytes of separate weights in torch's allocator that were fused."""
-        _release(self._device)
+        """See DeviceMemory."""
         return torch.cuda.mem_get_info(self._device)[0]
+
+    def release(self) -> None:
+        """See DeviceMemory. Torch's allocator keeps what was freed."""
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
 
     def own_bytes(self) -> int:
         """See DeviceMemory."""
@@ -66,7 +74,7 @@ class CudaMemory:
 
     def begin_peak(self) -> None:
         """See DeviceMemory."""
-        _release(self._device)
+        self.release()
 
     def peak_bytes(self) -> int:
         """See DeviceMemory. Torch's allocator keeps what a step freed, so what is used after it is the step's peak."""
@@ -76,13 +84,6 @@ class CudaMemory:
     def _used_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
-
-
-def _release(device: torch.device) -> None:
-    """Give back to the device what torch's allocator keeps of freed tensors."""
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,9 @@ class HostMemory:
         if limit is not None and used is not None:
             free = min(free, limit - used)
         return max(free, 0)
+
+    def release(self) -> None:
+        """See DeviceMemory. On the CPU nothing is kept for reuse that would count."""
 
     def own_bytes(self) -> int:
         """See DeviceMemory."""

@@ -37,6 +37,9 @@ class FakeMemory:
         self.calls.append("free")
         return 54 << 20
 
+    def release(self) -> None:
+        self.calls.append("release")
+
     def own_bytes(self) -> int:
         return 10 << 20
 
@@ -82,7 +85,7 @@ def test_the_largest_step_decides_how_many_blocks_there_are(
     config = worker_config(checkpoint, memory_utilization=0.5, token_budget=512, **settings)
     engine = build_engine(config, memory=memory)
     # What loading left is given back first, and what the step left before the KV blocks are made.
-    assert memory.calls == ["free", "cache", "begin", "free", "peak", "free", "cache"]
+    assert memory.calls == ["release", "cache", "begin", "free", "peak", "release", "cache"]
     largest = max(plans, key=lambda plan: (int(plan.prefills[:, 1].sum()), len(plan.new_rows)))
     assert (len(largest.new_rows), largest.prefills[:, 1].sum()) == (200, 512)
     assert {row.slot for row in largest.new_rows} == {0}, "an adapter is in the step"
