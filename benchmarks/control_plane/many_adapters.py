@@ -28,10 +28,11 @@ from control_plane.api import wire
 from control_plane.registry.catalog import versions_page
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
-from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, encode_record, encode_version
+from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion
 from control_plane.registry.registry import Registry
 from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.record_documents import encode_record, encode_version
 from control_plane.store_calls import StoreCalls
 
 FINGERPRINT = "ab" * 32

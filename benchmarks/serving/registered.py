@@ -17,9 +17,10 @@ from pathlib import Path
 
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.peft.ingest import PackedInfo, ingest
-from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, encode_record, encode_version
+from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.directory_store import DirectoryStore
+from control_plane.registry.store.record_documents import encode_record, encode_version
 
 MAX_ADAPTER_BYTES = 1 << 30
 

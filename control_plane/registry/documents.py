@@ -12,18 +12,16 @@ import logging
 
 from control_plane.errors import EtagMismatch, Exhausted, MotetError, StoreUnavailable
 from control_plane.registry.catalog import Catalog
-from control_plane.registry.records import (
-    AdapterRecord,
-    AdapterState,
-    AdapterVersion,
+from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion
+from control_plane.registry.recovery import UNREADABLE_UID, unreadable
+from control_plane.registry.store.artifact_store import ArtifactStore, DocumentChanged
+from control_plane.registry.store.record_documents import (
     decode_record,
     decode_version,
     encode_record,
     encode_version,
     with_versions,
 )
-from control_plane.registry.recovery import UNREADABLE_UID, unreadable
-from control_plane.registry.store.artifact_store import ArtifactStore, DocumentChanged
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)

@@ -17,20 +17,18 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from control_plane.registry.records import (
-    AdapterRecord,
-    AdapterState,
-    AdapterVersion,
+from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion
+from control_plane.registry.snapshot.known_documents import KnownDocuments
+from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.named_documents import record_under, version_under
+from control_plane.registry.store.read_ahead import MAX_PROCESSES, Found, ReadAhead
+from control_plane.registry.store.record_documents import (
     StoredRecord,
     decode_record,
     encode_record,
     encode_version,
     with_versions,
 )
-from control_plane.registry.snapshot.known_documents import KnownDocuments
-from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.named_documents import record_under, version_under
-from control_plane.registry.store.read_ahead import MAX_PROCESSES, Found, ReadAhead
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)

@@ -36,12 +36,7 @@ from control_plane.registry.packing.ingest_pool import IngestPool
 from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.peft.packing import CheckFiles, CheckTemplate, Packer, take_as_they_are
 from control_plane.registry.permissions import require_owner, require_registration, require_same_owner
-from control_plane.registry.records import (
-    AdapterRecord,
-    AdapterState,
-    Registered,
-    ResolvedAdapter,
-)
+from control_plane.registry.records import AdapterRecord, AdapterState, Registered, ResolvedAdapter
 from control_plane.registry.recovery import recover
 from control_plane.registry.signed_version import with_signature
 from control_plane.registry.snapshot.known_documents import KnownDocuments

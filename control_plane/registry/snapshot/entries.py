@@ -8,15 +8,8 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from control_plane.access.visibility import Ownership, Visibility
-from control_plane.registry.records import (
-    AdapterRecord,
-    AdapterState,
-    AdapterVersion,
-    StoredRecord,
-    make_record,
-    make_stored,
-    make_version,
-)
+from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion
+from control_plane.registry.store.record_documents import StoredRecord, make_record, make_stored, make_version
 from control_plane.registry.versions.rollout import NO_ROLLOUT, decode_rollout, encode_rollout
 from control_plane.registry.versions.verification import Verification
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from control_plane.registry.records import AdapterVersion, StoredRecord
+from control_plane.registry.records import AdapterVersion
 from control_plane.registry.snapshot.entries import (
     FIELDS,
     ModuleLists,
@@ -27,6 +27,7 @@ from control_plane.registry.snapshot.entries import (
     version_entry,
 )
 from control_plane.registry.snapshot.snapshot_file import read_frames, write_frames
+from control_plane.registry.store.record_documents import StoredRecord
 
 logger = logging.getLogger(__name__)
 

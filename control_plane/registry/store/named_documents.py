@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contract.ids import is_digest
-from control_plane.registry.records import AdapterVersion, StoredRecord, decode_record, decode_version
+from control_plane.registry.records import AdapterVersion
+from control_plane.registry.store.record_documents import StoredRecord, decode_record, decode_version
 
 
 def record_under(adapter_id: str, document: bytes) -> StoredRecord:

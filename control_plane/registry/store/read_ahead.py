@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from control_plane.child_process import ChildProcess, module_command
-from control_plane.registry.records import AdapterVersion, StoredRecord
+from control_plane.registry.records import AdapterVersion
 from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.read_ahead_child import Frame, read_frame, write_frame
+from control_plane.registry.store.record_documents import StoredRecord
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from contract.ids import is_digest
 from control_plane.host_cache.packed import read_layout
-from control_plane.registry.records import AdapterState, decode_record, decode_version
+from control_plane.registry.records import AdapterState
 from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.record_documents import decode_record, decode_version
 
 ReadVersion = Callable[[str], bytes]  # a version's document by digest; FileNotFoundError if there is none
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from control_plane.access.visibility import NOBODYS, Ownership, Visibility
-from control_plane.registry.records import (
-    AdapterRecord,
-    AdapterState,
-    AdapterVersion,
+from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion
+from control_plane.registry.store.record_documents import (
     decode_record,
     decode_version,
     encode_record,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from control_plane.registry.peft.packing import CheckFiles
-from control_plane.registry.records import AdapterVersion, decode_version, encode_version
+from control_plane.registry.records import AdapterVersion
+from control_plane.registry.store.record_documents import decode_version, encode_version
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 from tests.control_plane.registry.rig import files, open_registry
 

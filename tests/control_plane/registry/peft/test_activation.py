@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from control_plane.errors import InvalidAdapter
-from control_plane.registry.records import decode_version, encode_version
+from control_plane.registry.store.record_documents import decode_version, encode_version
 from data_plane.adapters.format.manifest import read_manifest
 from data_plane.errors import AdapterCorrupt
 from tests.control_plane.api.fake_adapters import DIGEST, adapter_version

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from control_plane.access.visibility import Ownership, Visibility
-from control_plane.registry.records import AdapterRecord, encode_record, encode_version
+from control_plane.registry.records import AdapterRecord
 from control_plane.registry.recovery import Recovered, recover
 from control_plane.registry.snapshot import known_documents
 from control_plane.registry.snapshot.known_documents import KnownDocuments
 from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.record_documents import encode_record, encode_version
 from control_plane.registry.versions.rollout import Canary, Rollout
 from control_plane.registry.versions.verification import Verification
 from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict

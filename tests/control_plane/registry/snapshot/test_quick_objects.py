@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from control_plane.registry.records import AdapterRecord, AdapterVersion, StoredRecord
+from control_plane.registry.records import AdapterRecord, AdapterVersion
 from control_plane.registry.snapshot.quick_objects import quick
+from control_plane.registry.store.record_documents import StoredRecord
 
 
 @pytest.mark.parametrize("kind", [AdapterRecord, AdapterVersion, StoredRecord])

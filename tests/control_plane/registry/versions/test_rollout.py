@@ -8,12 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.registry.records import (
-    AdapterRecord,
-    AdapterState,
-    decode_record,
-    encode_record,
-)
+from control_plane.registry.records import AdapterRecord, AdapterState
+from control_plane.registry.store.record_documents import decode_record, encode_record
 from control_plane.registry.versions.rollout import (
     MAX_PREVIOUS,
     NO_ROLLOUT,
