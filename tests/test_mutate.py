@@ -70,8 +70,8 @@ def test_the_mirrored_test_comes_before_those_of_its_folder(mutate: ModuleType) 
         ["tests/control_plane/scheduler/memory/test_block_pool.py"],
         ["tests/control_plane/scheduler/memory"],
     ]
-    assert mutate.tests_of(Path("client/motet/generation.py")) == [
-        ["tests/client/test_generation.py"],
+    assert mutate.tests_of(Path("client/motet/retries.py")) == [
+        ["tests/client/test_retries.py"],
         ["tests/client"],
     ]
 

@@ -14,8 +14,8 @@ from motet.cli import exits
 from motet.cli.context import Subparsers, connect, seconds, server_option
 from motet.cli.digests import full_digest
 from motet.cli.output import json_line, to_plain
-from motet.client import GenerationStream
 from motet.errors import invalid_field
+from motet.generation.blocking import GenerationStream
 from motet.inputs.constraints import Choices, Constraint, JsonObject, JsonSchema, Lark, Regex
 from motet.inputs.conversations import ChatMessage
 from motet.inputs.lora_task import LoraTask

@@ -1,6 +1,6 @@
 """One generation as the client sees it: folds events into chunks and knows how to go on after a broken stream.
 
-No I/O: the sync and the async stream drive it (`client.py`, `aio.py`).
+No I/O: the streams of `blocking.py` and `asynchronous.py` drive it.
 """
 
 from __future__ import annotations

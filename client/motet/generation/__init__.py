@@ -1,0 +1,1 @@
+"""Generations: what is known of one, and the streams of its chunks."""
