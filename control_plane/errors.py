@@ -287,10 +287,13 @@ class NoWorker(Unavailable):
     reason = "NO_WORKER"
 
 
-class Draining(Unavailable):
-    """The server is shutting down."""
+class ShuttingDown(Unavailable):
+    """The server is shutting down. Any call may be repeated: of one that changes something it has begun nothing."""
 
     reason = "DRAINING"
+
+    def __init__(self, message: str = "the server is shutting down; try another one, or again in a moment") -> None:
+        super().__init__(message)
 
 
 class WorkerIdTaken(Unavailable):

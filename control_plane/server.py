@@ -45,7 +45,7 @@ from control_plane.api import health, status
 from control_plane.api.admin import adapters, operations, push, residency, verification, worker_drains
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.api.generation import service as generation
 from control_plane.api.model import service as model
 from control_plane.api.pooling import service as pooling
@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long the last messages of ended streams may take to leave, after the drain.
+# How long the last messages of ended streams may take to leave, after the shutdown.
 CLOSE_GRACE_S = 1.0
 _REFLECTED = (
     *(generation, model, pooling, adapters, push, residency, verification),
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(config: ServerConfig) -> int:
-    """Build, announce, wait for a signal, drain."""
+    """Build, announce, wait for a signal, shut down."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -129,7 +129,7 @@ async def serve(config: ServerConfig) -> int:
         plane.audit.start()  # on standard output, lines follow the ready line
         logger.info("ready clients=%s workers=%s", plane.client_address, plane.worker_address)
         await stop.wait()
-        await plane.drain(config.drain_timeout_s)
+        await plane.shut_down(config.drain_timeout_s)
     logger.info("stopped", extra=shown("stopped"))
     return 0
 
@@ -153,7 +153,7 @@ class ControlPlane:
     client_address: str  # HOST:PORT
     worker_address: str  # HOST:PORT
     fleet: Fleet
-    drain: Callable[[float], Awaitable[None]]  # no new work; streams may finish for this many seconds
+    shut_down: Callable[[float], Awaitable[None]]  # no new work; streams may finish for this many seconds
     audit: AuditLog
 
 
@@ -188,7 +188,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     life_cycle = _life_cycle(settings, registry, weights, fleet, operation_store, audit, signatures, task_cache)
 
     # The services.
-    gate, uploads = DrainGate(), UploadReceiver(uploads_in(config), max_adapter_bytes=config.max_adapter_bytes)
+    gate, uploads = ShutdownGate(), UploadReceiver(uploads_in(config), max_adapter_bytes=config.max_adapter_bytes)
     adapter_service = adapters.AdapterService(
         registry=registry,
         life_cycle=life_cycle,
@@ -235,8 +235,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     on_refused, is_known = metrics.counting(audit.refused), _is_known(reports)
     await open_port(config.scaler_listen, transport, fleet.workload, is_known, on_refused, stack)
     begin(stack, _restore(life_cycle), Keeper(registry, life_cycle, fleet.unloads.has_requests).run())
-    drain = partial(_drain, fleet, operation_store, gate, reporter)
-    return ControlPlane(client_address, worker_address, fleet, drain, audit)
+    shut_down = partial(_shut_down, fleet, operation_store, gate, reporter)
+    return ControlPlane(client_address, worker_address, fleet, shut_down, audit)
 
 
 def _life_cycle(
@@ -261,14 +261,14 @@ def _life_cycle(
     )
 
 
-async def _drain(
-    fleet: Fleet, operation_store: OperationStore, gate: DrainGate, reporter: health.HealthReporter, timeout_s: float
+async def _shut_down(
+    fleet: Fleet, operation_store: OperationStore, gate: ShutdownGate, reporter: health.HealthReporter, timeout_s: float
 ) -> None:
     """No new work from now on; what runs has this long to end."""
-    logger.info("draining timeout_s=%g", timeout_s, extra=shown(f"stopping: at most {timeout_s:g} s for requests"))
+    logger.info("shutting down timeout_s=%g", timeout_s, extra=shown(f"stopping: at most {timeout_s:g} s for requests"))
     gate.close()
     reporter.stop()
-    await asyncio.gather(fleet.drain(timeout_s), operation_store.close(timeout_s=timeout_s))
+    await asyncio.gather(fleet.shut_down(timeout_s), operation_store.close(timeout_s=timeout_s))
 
 
 def _is_known(reports: WorkerReports) -> Callable[[], bool]:

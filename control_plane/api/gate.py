@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from control_plane.errors import Draining
+from control_plane.errors import ShuttingDown
 
 
-class DrainGate:
+class ShutdownGate:
     """Open until the server begins to shut down; never opens again."""
 
     def __init__(self) -> None:
-        self._is_draining = False
+        self._is_closed = False
 
     @property
-    def is_draining(self) -> bool:
-        return self._is_draining
+    def is_closed(self) -> bool:
+        """Whether the server shuts down."""
+        return self._is_closed
 
     def close(self) -> None:
         """From here on `check` refuses."""
-        self._is_draining = True
+        self._is_closed = True
 
     def check(self) -> None:
-        """Raises Draining once the server shuts down."""
-        if self._is_draining:
-            raise Draining("the server is shutting down; try another one, or again in a moment")
+        """Raises ShuttingDown once the server shuts down."""
+        if self._is_closed:
+            raise ShuttingDown()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from control_plane.constraints.turns import Turns
-from control_plane.errors import Unavailable
+from control_plane.errors import ShuttingDown, Unavailable
 from control_plane.framed_child.child import FramedChild
 from control_plane.scheduler.types import Constraint, Vocabulary
 
@@ -117,7 +117,7 @@ class ConstraintCompiler:
             self._children.move_to_end(vocabulary.digest)
             return child
         if self._is_closed:
-            raise Unavailable("the server is shutting down; try another one or try again in a moment")
+            raise ShuttingDown()
         while len(self._children) >= MAX_CHILDREN:
             _, oldest = self._children.popitem(last=False)
             await oldest.end()

@@ -10,7 +10,7 @@ from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
 from control_plane.awake import AwakeClock
 from control_plane.caller import Caller, current_caller
-from control_plane.errors import Draining
+from control_plane.errors import ShuttingDown
 from control_plane.fleet.adapters.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.adapters.preloads import AdapterPreloads
 from control_plane.fleet.adapters.unloads import AdapterUnloads
@@ -90,10 +90,10 @@ class AttachedWorkers:
 
         The session ends once `refusal` gives a reason.
 
-        Raises Draining, or what WorkerGate.admit raises.
+        Raises ShuttingDown, or what WorkerGate.admit raises.
         """
         if self._is_closed:
-            raise Draining("the control plane is shutting down")
+            raise ShuttingDown("the control plane is shutting down")
         former = self._sessions.by_id.get(hello.worker_id)
         epoch = self._gate.admit(hello, former)
         session = WorkerSession(

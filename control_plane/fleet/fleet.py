@@ -15,7 +15,7 @@ from collections.abc import Callable
 from motet.v1.status import QueueStatus, WorkerStatus
 
 from contract.v1 import plan_pb2
-from control_plane.errors import Draining
+from control_plane.errors import ShuttingDown
 from control_plane.fleet.assembly import FleetParts
 from control_plane.fleet.requests.quotas import TenantUse
 from control_plane.fleet.requests.streams import JobStream
@@ -55,7 +55,7 @@ class Fleet:
         self.on_workers_changed(parts.residency.load_pinned)
         self._intake = parts.intake
         self._request_ids = itertools.count(1)
-        self._drain_until_s: float | None = None
+        self._shutdown_ends_s: float | None = None
         self._tick_handle: asyncio.TimerHandle | None = None
         if ticks_by_itself:
             self._tick_later()
@@ -73,7 +73,7 @@ class Fleet:
     def submit(self, request: Request) -> JobStream:
         """Take a request on; its tokens come through the stream.
 
-        Raises Draining, NoWorker, QueueFull, QuotaExceeded, QuotaTooSmall, ContextTooLong or AdapterTooLarge.
+        Raises ShuttingDown, NoWorker, QueueFull, QuotaExceeded, QuotaTooSmall, ContextTooLong or AdapterTooLarge.
         """
         return self._intake.submit(request)
 
@@ -100,7 +100,7 @@ class Fleet:
 
         The session ends once `refusal`, which is called often, gives a reason.
 
-        Raises Draining, InvalidRequest, BaseModelMismatch, WorkerQuarantined, WorkerIdTaken or StaleControlPlane.
+        Raises ShuttingDown, InvalidRequest, BaseModelMismatch, WorkerQuarantined, WorkerIdTaken or StaleControlPlane.
         """
         return self._workers.attach(hello, refusal)
 
@@ -142,7 +142,7 @@ class Fleet:
     # ---- time ----
 
     def tick(self) -> None:
-        """Do what is due: heartbeats, deadlines, slow readers, the grace without workers, the end of a drain."""
+        """Do what is due: heartbeats, deadlines, slow readers, the grace without workers, the end of a shutdown."""
         now_s = self._clock()
         self._workers.tick()
         guard = self._jobs.guard
@@ -154,7 +154,7 @@ class Fleet:
         if now_s >= self._load_pinned_at_s:
             self._load_pinned_at_s = now_s + LOAD_PINNED_S
             guard(self.residency.load_pinned)
-        if self._drain_until_s is not None and now_s >= self._drain_until_s:
+        if self._shutdown_ends_s is not None and now_s >= self._shutdown_ends_s:
             self._jobs.stop_waiting()
 
     def _tick_later(self) -> None:
@@ -169,18 +169,18 @@ class Fleet:
 
     # ---- the end ----
 
-    async def drain(self, timeout_s: float) -> None:
+    async def shut_down(self, timeout_s: float) -> None:
         """Take no further request, and return once every request has ended. After `timeout_s` the rest is ended."""
-        self._intake.start_draining()
-        self._drain_until_s = self._clock() + timeout_s
+        self._intake.close()
+        self._shutdown_ends_s = self._clock() + timeout_s
         if timeout_s > 0:
-            await self._jobs.drained()
+            await self._jobs.all_over()
         for job in list(self._jobs.by_id.values()):
-            self._jobs.cancel(job, Draining("the server shut down before the request ended; send it again"))
+            self._jobs.cancel(job, ShuttingDown("the server shut down before the request ended; send it again"))
 
     async def close(self) -> None:
         """End every request and session; workers reconnect to the next control plane that listens."""
-        await self.drain(0)
+        await self.shut_down(0)
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         await self._workers.close()

@@ -1,11 +1,11 @@
-"""Whether the fleet takes a request on: draining, the grace without workers, shares of a full queue, quotas."""
+"""Whether the fleet takes a request on: shutdown, the grace without workers, shares of a full queue, quotas."""
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import partial
 
-from control_plane.errors import DeadlineExceeded, Draining, NoWorker, QueueFull
+from control_plane.errors import DeadlineExceeded, NoWorker, QueueFull, ShuttingDown
 from control_plane.fleet.delivery import Delivery
 from control_plane.fleet.placement.dispatcher import Dispatcher
 from control_plane.fleet.requests.failures import no_worker_came
@@ -42,7 +42,7 @@ class Intake:
         self._dispatcher = dispatcher
         self._delivery = delivery
         self._waits = waits
-        self._is_draining = False
+        self._is_closed = False
         self.num_accepted = 0  # in all
         self.num_rejected = 0  # for want of room in the queue, in all
 
@@ -67,9 +67,9 @@ class Intake:
         self._check_admission(account)
         self._quotas.check(account, 1, num_reserved_tokens)
 
-    def start_draining(self) -> None:
+    def close(self) -> None:
         """Take no further request."""
-        self._is_draining = True
+        self._is_closed = True
 
     def end_overdue(self, now_s: float) -> None:
         """Fail the requests that wait for a worker beyond their deadline, or beyond the grace without workers."""
@@ -89,8 +89,8 @@ class Intake:
         return len(self._dispatcher.waiting) + num_placed
 
     def _check_admission(self, account: str) -> None:
-        if self._is_draining:
-            raise Draining("the server is shutting down; try another one or try again in a moment")
+        if self._is_closed:
+            raise ShuttingDown()
         if not self._waits.are_accepted:
             raise NoWorker("no worker takes requests; try again in a moment")
         if not self._is_queue_full():

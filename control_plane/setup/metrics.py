@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.api.rpc.interceptor import OnRefused
 from control_plane.api.status import StatusService
 from control_plane.caller import Caller
@@ -53,7 +53,7 @@ class ControlPlaneMetrics:
         registry: Registry,
         weights: AdapterWeights,
         fleet: Fleet,
-        gate: DrainGate,
+        gate: ShutdownGate,
     ) -> None:
         """Listen, until `stack` ends. Raises ValueError if the address cannot be listened on."""
         if self._address is None or self._counted is None:
@@ -80,9 +80,9 @@ def open_tracing(endpoint: str | None, stack: contextlib.AsyncExitStack) -> Requ
     return spans
 
 
-def is_ready(fleet: Fleet, gate: DrainGate) -> Callable[[], bool]:
+def is_ready(fleet: Fleet, gate: ShutdownGate) -> Callable[[], bool]:
     """Whether generations are served, or wait for a worker that is started for them, and the server is not stopping."""
-    return lambda: fleet.workload.is_served and not gate.is_draining
+    return lambda: fleet.workload.is_served and not gate.is_closed
 
 
 def snapshot(status: StatusService, registry: Registry, weights: AdapterWeights, fleet: Fleet) -> Snapshot:

@@ -15,7 +15,7 @@ from control_plane.adapters.verifier import Verifier
 from control_plane.api.admin.push import PushService
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.admin.verification import VerificationService
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.audit.audit_log import AuditLog
 from control_plane.config import ServerConfig
 from control_plane.fleet.fleet import Fleet
@@ -31,7 +31,7 @@ def push_part(
     life_cycle: AdapterLifeCycle,
     weights: AdapterWeights,
     fleet: Fleet,
-    gate: DrainGate,
+    gate: ShutdownGate,
     uploads: UploadReceiver,
     audit: AuditLog,
 ) -> tuple[Callable[[PushService, grpc.aio.Server], None], PushService]:
@@ -54,7 +54,7 @@ def verification_part(
     weights: AdapterWeights,
     fleet: Fleet,
     operations: OperationStore,
-    gate: DrainGate,
+    gate: ShutdownGate,
     audit: AuditLog,
 ) -> tuple[Callable[[VerificationService, grpc.aio.Server], None], VerificationService]:
     """The service, and the function that adds it to a server."""

@@ -147,7 +147,7 @@ class PlanClient:
         self._inbox.put(Stop())
 
     def run(self) -> int:
-        """Serve until stopped or drained; the process exit code.
+        """Serve until the worker is to stop; the process exit code.
 
         1: the control plane refuses this worker for good, or was away for exit_when_disconnected_s. 2: the self-check
         failed.
@@ -200,7 +200,7 @@ class PlanClient:
     # ---- one session ----
 
     def _attach(self) -> Ended | None:
-        """Open a session and serve it to its end; None after a drain or a stop."""
+        """Open a session and serve it to its end; None if the worker is to stop."""
         try:
             renewal = None if self._settings.tls_files is None else CertificateRenewal(self._settings.tls_files)
             plans = self._open_channel(self._settings.control_plane)

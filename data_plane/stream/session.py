@@ -81,7 +81,7 @@ class Session:
         self._is_closed = False  # nothing more is to be sent
 
     def serve(self) -> Ended | None:
-        """Serve to the session's end; None after a drain or a stop."""
+        """Serve to the session's end; None if the worker is to stop."""
         watch_thread = threading.Thread(target=self._watch.run, name="plan-watch", daemon=True)
         watch_thread.start()
         try:
@@ -124,8 +124,8 @@ class Session:
                     continue
                 kind = item.WhichOneof("message")
                 if kind == "drain":
-                    logger.info("drained epoch=%d: %s", self.epoch, item.drain.reason)
-                    self._close("the worker was drained")
+                    logger.info("stopped by the control plane epoch=%d: %s", self.epoch, item.drain.reason)
+                    self._close("the control plane stopped the worker")
                     return None
                 step_id = item.step_plan.step_id if kind == "step_plan" else 0
                 self._handle(kind, item)
@@ -189,7 +189,7 @@ class Session:
 
     def _fail(self, error: Exception, step_id: int) -> Ended:
         """Report the error and end the session. The results of earlier steps leave first."""
-        self._results.drain()
+        self._results.wait_for_all()
         reason = f"{type(error).__name__}: {error}"
         if not isinstance(error, WorkerError):
             logger.error("engine failed epoch=%d step_id=%d", self.epoch, step_id, exc_info=error)
@@ -201,7 +201,7 @@ class Session:
     def _close(self, reason: str) -> None:
         """Send a Leave and end the session. Without a Leave the control plane would count the worker as dead. The
         results of steps under way leave first."""
-        self._results.drain()
+        self._results.wait_for_all()
         self._stream.send(plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason=reason)))
         self._wait_for_end()
 

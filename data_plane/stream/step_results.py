@@ -54,7 +54,7 @@ class StepResults:
         if self._failure is not None:
             raise self._failure
 
-    def drain(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until every result was handed on, or a step failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_waiting == 0 or self._failure is not None)

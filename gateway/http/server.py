@@ -1,4 +1,4 @@
-"""Runs an ASGI application on a port: binds it, prints the ready line, drains on SIGTERM and SIGINT."""
+"""Runs an ASGI application on a port: binds it, prints the ready line, shuts down on SIGTERM and SIGINT."""
 
 from __future__ import annotations
 

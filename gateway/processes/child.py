@@ -1,7 +1,6 @@
 """One of several processes of the gateway: `python -m gateway.processes.child HOST:PORT`, started by `supervisor.py`.
 
-Standard input brings the settings, and ends when the supervisor does: then this process
-drains and ends, too.
+Standard input brings the settings. It ends when the supervisor does, and then this process shuts down, too.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Supervisor:
             del self._children[index]
 
     async def _stop(self, keepers: list[asyncio.Task[None]]) -> None:
-        """Let every process drain. One that does not end in time is killed."""
+        """Let every process shut down. One that does not end in time is killed."""
         self._stopping.set()
         self._send(signal.SIGTERM)
         await asyncio.wait(keepers, timeout=self._config.http.drain_timeout_s + STOP_MARGIN_S)

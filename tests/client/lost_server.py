@@ -48,7 +48,7 @@ class LostServer:
         self._end(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM: it cancels its calls and closes its port, as the control plane does at the end of a drain."""
+        """SIGTERM: it cancels its calls and closes its port, as the control plane does at the end of a shutdown."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:

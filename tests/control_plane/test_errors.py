@@ -28,4 +28,4 @@ def test_reasons_are_distinct_and_well_formed() -> None:
 
 def test_the_most_exact_class_wins() -> None:
     assert errors.status_of(errors.QueueFull("x")) is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert errors.status_of(errors.Draining("x")) is grpc.StatusCode.UNAVAILABLE
+    assert errors.status_of(errors.ShuttingDown("x")) is grpc.StatusCode.UNAVAILABLE

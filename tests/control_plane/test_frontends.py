@@ -22,7 +22,7 @@ OPTIONS: Any = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 5}
 
 Test = Callable[[Path], Awaitable[None]]
 ALL_THE_SAME: list[Test] = [
-    test_server.test_whole_control_plane_serves_a_worker_and_drains,
+    test_server.test_whole_control_plane_serves_a_worker_and_shuts_down,
     test_authentication.test_every_method_wants_a_valid_key_of_the_right_role,
     test_authentication.test_a_revoked_key_is_refused_and_its_stream_goes_on,
     test_authentication.test_tokens_and_certificates_over_tls,

@@ -1,4 +1,4 @@
-"""A whole control plane process: builds, serves clients and a fake worker, drains on a signal, exits 0."""
+"""A whole control plane process: builds, serves clients and a fake worker, shuts down on a signal, exits 0."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.control_plane.server_processes import (
 )
 
 
-async def test_whole_control_plane_serves_a_worker_and_drains(tmp_path: Path) -> None:
+async def test_whole_control_plane_serves_a_worker_and_shuts_down(tmp_path: Path) -> None:
     async with control_plane(tmp_path) as (process, clients, workers), grpc.aio.insecure_channel(clients) as channel:
         async with hash_worker(tmp_path, workers, "--worker-id", "w0", "--step-time-ms", "5"):
             digests = {name: await upload(channel, name, adapter_files(seed)) for seed, name in enumerate(["a", "b"])}
@@ -50,7 +50,7 @@ async def test_whole_control_plane_serves_a_worker_and_drains(tmp_path: Path) ->
             resumed = await generate(channel, adapter="a", resume_from={"ids": first[:5]})
             assert first[:5] + tokens_of(resumed) == first
             await _check_admin(channel, digests["a"])
-            await _check_drain(process, channel)
+            await _check_shutdown(process, channel)
         assert await asyncio.wait_for(process.wait(), STEP_S) == 0
 
 
@@ -83,7 +83,7 @@ async def _check_admin(channel: grpc.aio.Channel, digest: str) -> None:
     assert (state.adapters.num_registered, state.adapters.num_stored, state.adapters.num_host_cached) == (1, 1, 1)
 
 
-async def _check_drain(process: Process, channel: grpc.aio.Channel) -> None:
+async def _check_shutdown(process: Process, channel: grpc.aio.Channel) -> None:
     """A stream that runs at SIGTERM ends whole; a new one is refused meanwhile."""
     stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
     request = generation_pb2.GenerateRequest(text="hello", stopping={"max_tokens": 200, "ignore_eos": True})

@@ -81,7 +81,7 @@ def test_a_pod_runs_without_rights_and_its_probes_name_its_ports(workload: dict[
         assert mounted == {volume["name"] for volume in spec["volumes"]} | claims
 
 
-def test_a_pod_has_time_to_drain() -> None:
+def test_a_pod_has_time_to_shut_down() -> None:
     drain_s = {
         part: float(re.search(r"drain-timeout-s = (\d+)", text)[1])  # type: ignore[index]
         for part, text in (

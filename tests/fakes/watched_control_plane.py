@@ -69,7 +69,7 @@ async def _serve(config: ServerConfig, monitor: LoopMonitor, report: Path) -> No
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, write_report)
         await stop.wait()
-        await plane.drain(config.drain_timeout_s)
+        await plane.shut_down(config.drain_timeout_s)
 
 
 if __name__ == "__main__":

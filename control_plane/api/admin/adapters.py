@@ -22,9 +22,8 @@ from control_plane.api.admin.operations import operation_message
 from control_plane.api.admin.ownership import FIELDS, change_of, change_of_fields, check_ownership
 from control_plane.api.admin.resource_names import adapter_id_in, operation_id_in
 from control_plane.api.admin.upload import UploadReceiver
-from control_plane.api.gate import DrainGate
-from control_plane.api.rollout_fields import FIELDS as ROLLOUT_FIELDS
-from control_plane.api.rollout_fields import checked_rollout_change, checked_version_rollout
+from control_plane.api.gate import ShutdownGate
+from control_plane.api.rollout_fields import FIELDS as ROLLOUT_FIELDS, checked_rollout_change, checked_version_rollout
 from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
@@ -59,7 +58,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         registry: Registry,
         life_cycle: AdapterLifeCycle,
         operations: OperationStore,
-        gate: DrainGate,
+        gate: ShutdownGate,
         uploads: UploadReceiver,
         roots: AdapterRoots,
         idempotency: IdempotencyCache,

@@ -21,7 +21,7 @@ from control_plane.api.admin.adapters import check_whole
 from control_plane.api.admin.disk_space import Reservation
 from control_plane.api.admin.ownership import change_of, check_ownership
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, Accepted, UploadReceiver
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
@@ -46,7 +46,7 @@ class PushService(push_pb2_grpc.PushServiceServicer):
         self,
         *,
         pushes: Pushes,
-        gate: DrainGate,
+        gate: ShutdownGate,
         uploads: UploadReceiver,
         max_adapter_bytes: int,
         audit: AuditLog | None = None,

@@ -15,7 +15,7 @@ from control_plane.adapters.residency import AdapterResidency, MemoryTier
 from control_plane.adapters.watch.tokens import is_token
 from control_plane.adapters.watch.watch import AdapterWatches
 from control_plane.api.admin.watch_messages import watch_message
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.audit.audit_log import AuditLog
 from control_plane.checks import Violations, check_adapter_id, check_digest, quoted
 from control_plane.fleet.adapters.residency import Outcome, PlaceResult
@@ -40,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ResidencyService(residency_pb2_grpc.AdapterResidencyServiceServicer):
     """See protos/motet/v1/residency.proto."""
 
-    def __init__(self, residency: AdapterResidency, watches: AdapterWatches, gate: DrainGate) -> None:
+    def __init__(self, residency: AdapterResidency, watches: AdapterWatches, gate: ShutdownGate) -> None:
         self._residency = residency
         self._watches = watches
         self._gate = gate
@@ -87,7 +87,7 @@ class ResidencyService(residency_pb2_grpc.AdapterResidencyServiceServicer):
 
 
 def part(
-    registry: Registry, weights: AdapterWeights, fleet: Fleet, gate: DrainGate, audit: AuditLog
+    registry: Registry, weights: AdapterWeights, fleet: Fleet, gate: ShutdownGate, audit: AuditLog
 ) -> tuple[Any, ResidencyService]:
     """The service and what adds it to a server."""
     watches = AdapterWatches(registry, lambda: weights.cached_digests, fleet.residency.workers_by_digest)

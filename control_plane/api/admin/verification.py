@@ -14,7 +14,7 @@ from motet.v1 import verify_pb2, verify_pb2_grpc
 from control_plane.adapters.verifier import Verifier
 from control_plane.api.admin.operations import operation_message
 from control_plane.api.admin.resource_names import adapter_id_in
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.api.rpc.shared_limit import SharedLimit
 from control_plane.caller import current_caller
 from control_plane.checks import Violations, check_digest
@@ -29,7 +29,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class VerificationService(verify_pb2_grpc.VerificationServiceServicer):
     """See protos/motet/v1/verify.proto."""
 
-    def __init__(self, verifier: Verifier, gate: DrainGate) -> None:
+    def __init__(self, verifier: Verifier, gate: ShutdownGate) -> None:
         self._verifier = verifier
         self._gate = gate
         self._places = SharedLimit(MAX_VERIFICATIONS, "verifications", retry_after_s=60.0)

@@ -19,7 +19,7 @@ import grpc.aio
 from motet.v1 import generation_pb2, generation_pb2_grpc
 
 from contract.rope_scaling import MAX_CONTEXT
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.api.generation.activation import active_from
 from control_plane.api.generation.adapter_uses import composition_of, named_uses
 from control_plane.api.generation.constraints import Constraints
@@ -96,7 +96,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         texts: AdapterTexts | None = None,
         registry: Registry,
         fleet: Fleet,
-        gate: DrainGate,
+        gate: ShutdownGate,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),

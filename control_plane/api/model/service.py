@@ -14,7 +14,7 @@ import grpc.aio
 from motet.v1 import model_pb2, model_pb2_grpc, types_pb2
 
 from contract.sampling import PARAMETERS
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.api.generation.request import DEFAULT_MAX_TOKENS, checked_render_time_s, checked_token_ids
 from control_plane.api.text.adapter_texts import AdapterText, AdapterTexts
 from control_plane.api.text.conversation import check_conversation
@@ -66,7 +66,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         texts: AdapterTexts,
         registry: Registry,
         fleet: Fleet,
-        gate: DrainGate,
+        gate: ShutdownGate,
         recommended: GenerationDefaults = NO_DEFAULTS,
         response_template: Mapping[str, Any] | None = None,
         wall_clock: Callable[[], float] = time.time,
@@ -200,7 +200,7 @@ def part(
     texts: AdapterTexts,
     registry: Registry,
     fleet: Fleet,
-    gate: DrainGate,
+    gate: ShutdownGate,
 ) -> tuple[Any, ModelService]:
     """The service and what adds it to a server."""
     service = ModelService(

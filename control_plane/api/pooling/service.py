@@ -13,7 +13,7 @@ import grpc.aio
 from motet.v1 import pooling_pb2, pooling_pb2_grpc
 
 from contract.rope_scaling import MAX_CONTEXT
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.api.generation.preconditions import require_model
 from control_plane.api.generation.service import ModelFacts
 from control_plane.api.pooling.pooled_inputs import PooledInput, PooledInputs
@@ -95,7 +95,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServiceServicer):
         texts: AdapterTexts,
         registry: Registry,
         fleet: Fleet,
-        gate: DrainGate,
+        gate: ShutdownGate,
         audit: AuditLog | None = None,
         observers: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from control_plane.api.text.conversation import Conversation
-from control_plane.errors import Unavailable
+from control_plane.errors import ShuttingDown, Unavailable
 from control_plane.framed_child.child import FramedChild
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class ChatRenderer:
 
     async def _start_child(self) -> _Child:
         if self._is_closed:
-            raise Unavailable("the server is shutting down; try another one or try again in a moment")
+            raise ShuttingDown()
         try:
             child = await _Child.start("control_plane.api.text.render_process")
         except OSError as error:

@@ -28,7 +28,7 @@ class UnfinishedJobs:
         self.num_finished = 0  # in all
         self._quotas = quotas
         self._when_over: list[Callable[[Job], None]] = []
-        self._drained = asyncio.Event()  # no job is left, or `stop_waiting` was called
+        self._all_over = asyncio.Event()  # no job is left, or `stop_waiting` was called
 
     def __repr__(self) -> str:
         return f"UnfinishedJobs(requests={len(self._by_id)}, finished={self.num_finished})"
@@ -89,19 +89,19 @@ class UnfinishedJobs:
             else:
                 self.fail_broken(job)
 
-    async def drained(self) -> None:
+    async def all_over(self) -> None:
         """Return once no job is left, or `stop_waiting` was called."""
-        self._drained.clear()
+        self._all_over.clear()
         if self._by_id:
-            await self._drained.wait()
+            await self._all_over.wait()
 
     def stop_waiting(self) -> None:
-        """Let `drained` return although jobs are left."""
-        self._drained.set()
+        """Let `all_over` return although jobs are left."""
+        self._all_over.set()
 
     def _forget(self, job: Job) -> None:
         del self._by_id[job.request.request_id]
         if not self._by_id:
-            self._drained.set()
+            self._all_over.set()
         for callback in self._when_over:
             callback(job)

@@ -115,7 +115,8 @@ class IngestPool:
 
     async def _start(self) -> _Child:
         if self._is_closed:
-            raise StoreUnavailable("the server is shutting down; try another one or try again in a moment")
+            # Not ShuttingDown, which says that nothing was begun.
+            raise StoreUnavailable("the server is shutting down; try another one, or again in a moment")
         try:
             child = await _Child.start(pickle.dumps({"memory_bytes": self._limits.memory_bytes}))
         except OSError as error:

@@ -24,7 +24,7 @@ from control_plane.api import status
 from control_plane.api.admin import adapters, operations
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import UploadReceiver
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.api.generation import service as generation
 from control_plane.api.rpc import listeners
 from control_plane.api.rpc.interceptor import Identify
@@ -184,7 +184,7 @@ class Api:
         self.weights = FakeWeights(self.calls)
         self.fleet = FakeFleet(self.calls)
         self.served = WorkerReports(limit=max_model_len)
-        self.gate = DrainGate()
+        self.gate = ShutdownGate()
         self.operations = OperationStore(wall_clock=lambda: 7.0)
         self.life_cycle = AdapterLifeCycle(
             registry=served_registry,

@@ -10,11 +10,11 @@ import pytest
 
 from control_plane.errors import (
     ContextTooLong,
-    Draining,
     NoWorker,
     QueueFull,
     QuotaExceeded,
     QuotaTooSmall,
+    ShuttingDown,
     status_of,
 )
 from control_plane.fleet.tenants import TenantLimits, TenantTable
@@ -83,8 +83,8 @@ async def test_room_is_refused_as_a_request_would_be_and_takes_nothing(clock: Fa
         fleet.check_room("a", 1)
     fleet.check_room("c", 1)
     assert (fleet.queue_snapshot().num_requests, fleet.queue_snapshot().num_accepted) == (3, 3)
-    await fleet.drain(0)
-    with pytest.raises(Draining):
+    await fleet.shut_down(0)
+    with pytest.raises(ShuttingDown):
         fleet.check_room("c", 1)
     with pytest.raises(NoWorker):
         make_fleet(clock, worker_grace_s=0.0).check_room("a", 1)

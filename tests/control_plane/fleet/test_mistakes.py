@@ -82,12 +82,12 @@ async def test_a_mistake_in_one_part_of_a_tick_skips_no_other(
         (worker.session, "tick"),
     ):
         monkeypatch.setattr(owner, name, fail)
-    drained = asyncio.create_task(fleet.drain(3.0))
+    ended = asyncio.create_task(fleet.shut_down(3.0))
     let_time_pass(clock, fleet, 1.1)
     assert [stream.has_ended for stream in streams[1:]] == [True, True]
     let_time_pass(clock, fleet, 1.5)
     assert slow.has_ended
-    await asyncio.wait_for(drained, 30)
+    await asyncio.wait_for(ended, 30)
     assert fleet.queue_snapshot().num_requests == 0
 
 

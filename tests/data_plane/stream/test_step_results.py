@@ -68,7 +68,7 @@ def test_steps_are_submitted_while_a_device_computes() -> None:
     slow[1].ended.set()
     assert rig.handed == [], "the first step has not ended"
     slow[0].ended.set()
-    rig.results.drain()
+    rig.results.wait_for_all()
     assert rig.handed == [(1, False), (2, False), (3, False)]
     rig.results.add(StepPlan(4), DoneStep(output(4)))
     assert rig.handed[-1] == (4, True)
@@ -83,7 +83,7 @@ def test_an_error_of_the_device_ends_the_steps_behind_it() -> None:
     for pending in (first, broken, behind):
         pending.ended.set()
     assert rig.failed.wait(LONG_S)
-    rig.results.drain()
+    rig.results.wait_for_all()
     assert rig.handed == [(1, False)]
     with pytest.raises(StepFailed, match="step 2: the device is lost") as failure:
         rig.results.add(StepPlan(4), DoneStep(output(4)))

@@ -76,7 +76,7 @@ async def test_a_process_that_never_gets_ready_is_not_started_again(tmp_path: Pa
     assert rig.pauses == []
 
 
-async def test_a_process_that_does_not_drain_is_killed_and_the_status_says_so(
+async def test_a_process_that_does_not_end_is_killed_and_the_status_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.processes.supervisor.STOP_MARGIN_S", 0.0)

@@ -83,7 +83,7 @@ def control_plane_terminated(moment: Moment) -> list[str]:
             try:
                 client.generate([5, 6, 7], max_tokens=4, ignore_eos=True, timeout_s=30.0).result()
             except MotetError as error:
-                found.append(f"a request during the drain ended with {type(error).__name__}: {str(error)[:200]}")
+                found.append(f"a request during the shutdown ended with {type(error).__name__}: {str(error)[:200]}")
 
     def terminate() -> None:
         try:

@@ -1,4 +1,4 @@
-"""AdapterService over a real channel: operator roots, pages, masks, draining, audit."""
+"""AdapterService over a real channel: operator roots, pages, masks, shutdown, audit."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def test_update_changes_only_what_the_mask_names(api: Api) -> None:
         assert (code, fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["update_mask"])
 
 
-async def test_mutations_are_refused_while_draining(api: Api) -> None:
+async def test_mutations_are_refused_during_a_shutdown(api: Api) -> None:
     api.registry.add("a")
     api.gate.close()
     stub, named = adapters(api), {"name": "adapters/a"}

@@ -12,7 +12,7 @@ from motet.v1 import verify_pb2
 from control_plane.access.principal import Principal, Role
 from control_plane.adapters.operations import OperationStore
 from control_plane.api.admin.verification import MAX_VERIFICATIONS, VerificationService
-from control_plane.api.gate import DrainGate
+from control_plane.api.gate import ShutdownGate
 from control_plane.caller import Caller, acting_as
 from control_plane.errors import AdapterNotFound, Exhausted
 
@@ -44,7 +44,7 @@ async def test_verifications_of_one_tenant_leave_room_for_others() -> None:
     """Each may take half an hour, and only one runs at a time."""
     operations = OperationStore()
     verifier = Verifier(operations)
-    service = VerificationService(cast(Any, verifier), DrainGate())
+    service = VerificationService(cast(Any, verifier), ShutdownGate())
     context = cast(Any, SimpleNamespace())
 
     async def verify(tenant: str, name: str = "poet") -> str:

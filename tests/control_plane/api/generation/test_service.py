@@ -162,7 +162,7 @@ async def test_job_that_ends_without_a_reason_is_internal_and_scrubbed(api: Api)
     assert details(caught.value)[0].metadata["correlation_id"] in (caught.value.details() or "")
 
 
-async def test_draining_refuses_new_requests(api: Api) -> None:
+async def test_a_shutdown_refuses_new_requests(api: Api) -> None:
     api.gate.close()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(api, request())

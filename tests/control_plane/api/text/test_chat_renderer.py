@@ -13,7 +13,7 @@ import pytest
 from control_plane.api.text.chat_renderer import ChatRenderer, RenderLimits, RenderRefused
 from control_plane.api.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate
 from control_plane.api.text.conversation import Conversation
-from control_plane.errors import Unavailable
+from control_plane.errors import ShuttingDown, Unavailable
 from tests.control_plane.api.text.test_chat_template import LLAMA_LIKE, MESSAGES
 
 LOOP = "{% for i in range(90000) %}" * 3 + "{% endfor %}" * 3
@@ -165,5 +165,5 @@ async def test_close_ends_processes_that_compute(make: Make) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     await asyncio.wait(looping)
     assert all(call.cancelled() or isinstance(call.exception(), Unavailable) for call in looping)
-    with pytest.raises(Unavailable, match="shutting down"):
+    with pytest.raises(ShuttingDown, match="shutting down"):
         await say(renderer, "hello")

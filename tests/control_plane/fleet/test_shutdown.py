@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from control_plane.errors import (
-    Draining,
+    ShuttingDown,
 )
 from control_plane.fleet.workers.endings import EndCause
 from tests.fakes.fleet_rig import (
@@ -21,31 +21,31 @@ from tests.fakes.fleet_rig import (
 from tests.fakes.fleet_steps import heartbeat, run_all
 
 
-async def test_drain_lets_requests_finish_and_takes_no_more(clock: FakeClock) -> None:
+async def test_a_shutdown_lets_requests_finish_and_takes_no_more(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
     request = make_request(fleet, [1], 30)
     stream = fleet.submit(request)
-    drained = asyncio.create_task(fleet.drain(10))
+    ended = asyncio.create_task(fleet.shut_down(10))
     await asyncio.sleep(0)
-    with pytest.raises(Draining):
+    with pytest.raises(ShuttingDown):
         fleet.submit(make_request(fleet, [1], 5))
     assert await run_all(worker, [stream]) == [expected(request)]
-    await drained
+    await ended
 
 
-async def test_drain_ends_what_is_left_after_its_time(clock: FakeClock) -> None:
+async def test_a_shutdown_ends_what_is_left_after_its_time(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
     stream = fleet.submit(make_request(fleet, [1], 900))
-    drained = asyncio.create_task(fleet.drain(10))
+    ended = asyncio.create_task(fleet.shut_down(10))
     for _ in range(5):
         await worker.turn()
     clock.advance(10)
     worker.session.receive(heartbeat())
     fleet.tick()
-    await drained
-    with pytest.raises(Draining):
+    await ended
+    with pytest.raises(ShuttingDown):
         await read_all(stream)
     await fleet.close()
     assert worker.session.end_cause is EndCause.CLOSED
