@@ -17,15 +17,11 @@ from itertools import chain
 
 import torch
 
-from kernels.gated_activation import cpu as gate_cpu
-from kernels.gated_activation import native as gate
+from kernels.gated_activation import cpu as gate_cpu, native as gate
 from kernels.native import Program, Step, has_native, set_num_threads
-from kernels.rms_norm import cpu as norm_cpu
-from kernels.rms_norm import native as norm
-from kernels.rope import cpu as rope_cpu
-from kernels.rope import native as rope
-from kernels.sampling import SamplingRows, native, rows_of, sample_and_check
-from kernels.sampling import cpu as sampling_cpu
+from kernels.rms_norm import cpu as norm_cpu, native as norm
+from kernels.rope import cpu as rope_cpu, native as rope
+from kernels.sampling import SamplingRows, cpu as sampling_cpu, native, rows_of, sample_and_check
 from kernels.store_kv import cpu as store_cpu
 
 HIDDEN, HEADS, KV_HEADS, DIM, MLP = 1024, 16, 8, 64, 2816

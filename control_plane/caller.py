@@ -13,8 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from control_plane.access.principal import ANYBODY, DEFAULT_TENANT, Principal
-from control_plane.access.principal import THE_SERVER as SERVER_PRINCIPAL
+from control_plane.access.principal import ANYBODY, DEFAULT_TENANT, THE_SERVER as SERVER_PRINCIPAL, Principal
 from control_plane.observers.trace_context import trace_id_of
 
 

@@ -12,8 +12,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from contract import OLDEST_PROTOCOL, PROTOCOL
-from contract import sampling as sampling_params
+from contract import OLDEST_PROTOCOL, PROTOCOL, sampling as sampling_params
 from contract.hello_bounds import MAX_REASON_BYTES
 from contract.v1 import plan_pb2
 from data_plane.errors import PlanRefused

@@ -36,8 +36,7 @@ from contract.sampling import GRAMMAR_LIMITS
 from control_plane.constraints.compiler import ConstraintCompiler, ConstraintRefused
 from control_plane.scheduler.types import Vocabulary
 from data_plane.engine.engine import TorchEngine
-from data_plane.plan import RowConstraint
-from data_plane.plan import Vocabulary as WorkerVocabulary
+from data_plane.plan import RowConstraint, Vocabulary as WorkerVocabulary
 from tests.control_plane.constraints.abuse import CORPUS
 
 MODEL = "205m-128k"

@@ -15,8 +15,7 @@ import torch
 from benchmarks.kernels.problem import Problem
 from kernels.cases import to_device
 from kernels.linear import triton_rows
-from kernels.linear.rows_launch import RowsLaunch
-from kernels.linear.rows_launch import Sizes as LinearSizes
+from kernels.linear.rows_launch import RowsLaunch, Sizes as LinearSizes
 from kernels.sampling import rows_of, sample, triton_kernel
 from kernels.sampling.launch import SampleLaunch, Sizes
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu
-from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.nn.functional import linear, rms_norm as torch_rms_norm, silu
 
 from benchmarks.kernels.work import BLOCK_SIZE, Made, Model, Work, random
 from kernels.copy_blocks import copy_blocks

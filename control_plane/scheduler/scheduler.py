@@ -23,10 +23,12 @@ from control_plane.scheduler.memory.preloads import Preloads
 from control_plane.scheduler.queues.deadlines import Deadlines
 from control_plane.scheduler.requests.states import GroupState
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
-from control_plane.scheduler.stats import AdapterUse as AdapterUse
-from control_plane.scheduler.stats import SchedulerStats as SchedulerStats
-from control_plane.scheduler.stats import WorkerUtilization as WorkerUtilization
-from control_plane.scheduler.stats import scheduler_stats
+from control_plane.scheduler.stats import (
+    AdapterUse as AdapterUse,
+    SchedulerStats as SchedulerStats,
+    WorkerUtilization as WorkerUtilization,
+    scheduler_stats,
+)
 from control_plane.scheduler.step.plan_draft import InFlightStep, PlanDraft, check_result, note_logprobs
 from control_plane.scheduler.step.planner import Planner
 from control_plane.scheduler.step.preemption import choose_paused

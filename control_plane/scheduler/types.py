@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from contract.v1.sampling import SamplingValues
 from control_plane.scheduler.adapter_ref import AdapterRef as AdapterRef
-from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs
-from control_plane.scheduler.logprobs import TokenLogprobs as TokenLogprobs
+from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs, TokenLogprobs as TokenLogprobs
 
 Vector = npt.NDArray[np.float32]  # [hidden_width or num_labels] of a request with `pooling`
 

@@ -25,8 +25,7 @@ from data_plane.layers.rms_norm import RmsNorm
 from data_plane.layers.rotary_attention import RotaryAttention
 from kernels.gated_activation import native as gates
 from kernels.linear import native as linears
-from kernels.lora import Epilogue, ModuleGroup
-from kernels.lora import native as lora
+from kernels.lora import Epilogue, ModuleGroup, native as lora
 from kernels.native import DTYPES, Program, Step, has_native
 from kernels.paged_attention import native as attentions
 from kernels.paged_attention.options import Options

@@ -123,8 +123,7 @@ def _attend(
         alibi_slopes=options.alibi_slopes,
     )
     if runs_triton(query):
-        from kernels.paged_attention.triton_kernel import can_serve
-        from kernels.paged_attention.triton_kernel import paged_attention as launch
+        from kernels.paged_attention.triton_kernel import can_serve, paged_attention as launch
 
         if can_serve(key_cache, value_cache):
             return launch(query, key_cache, value_cache, batch, options)

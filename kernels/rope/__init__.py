@@ -11,8 +11,7 @@ import torch
 from kernels.devices import runs_triton
 from kernels.rope import cpu, native
 from kernels.rope.reference import HeadNorm
-from kernels.store_kv import check_store, store_kv
-from kernels.store_kv import native as stores
+from kernels.store_kv import check_store, native as stores, store_kv
 
 __all__ = ["HeadNorm", "apply_rope", "apply_rope_and_store_kv"]
 

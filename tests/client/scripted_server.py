@@ -15,8 +15,7 @@ import grpc
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import any_pb2, empty_pb2
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2
-from google.rpc import status_pb2 as rpc_status_pb2
+from google.rpc import error_details_pb2, status_pb2 as rpc_status_pb2
 from grpc_status import rpc_status
 from motet.v1 import (
     adapters_pb2,

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from motet.audit.chain import GENESIS, TORN_ACTION, TORN_AFTER, Line, Verdict, check, digest_of
 
 

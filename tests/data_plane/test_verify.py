@@ -22,8 +22,7 @@ from tests.data_plane.engine.test_fp8_weights import rounding
 from tests.data_plane.engine.test_long_context import SCALINGS, scaled_checkpoint, with_fields
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.data_plane.engine.test_token_rows import FORMS, FORMS_OF_MODELS, TIED_ONLY, WARNINGS, PeftModelOf, make_form
-from tests.data_plane.models.checkpoint.write_fixtures import EXPECTED, FIXTURES
-from tests.data_plane.models.checkpoint.write_fixtures import PROMPT as FIXTURE_PROMPT
+from tests.data_plane.models.checkpoint.write_fixtures import EXPECTED, FIXTURES, PROMPT as FIXTURE_PROMPT
 from tests.e2e.scheduled import IngestedAdapter, ingested, reported_by
 from tests.e2e.test_scheduled_activation import Truth
 from tests.makers import make_adapter, make_checkpoint, make_classifier, make_prompt

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 from motet import Adapter, AdapterVersion, Client
 
-from benchmarks.system import ROOT, Child
-from benchmarks.system import System as Processes
+from benchmarks.system import ROOT, Child, System as Processes
 from tests.secret_scan import ENVIRONMENT, SCAN, plant_redis_passwords
 
 __all__ = ["ROOT", "System", "active_version", "wait_until"]

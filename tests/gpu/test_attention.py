@@ -13,9 +13,7 @@ from benchmarks.kernels.tune_attention import Shape, decode_problem, prefill_pro
 from kernels.paged_attention import AttentionBatch, encoder_attention, reference, triton_kernel
 from kernels.paged_attention.cases import ALL_CASES, Case, Inputs, make, make_one_hot
 from kernels.paged_attention.options import Options
-from kernels.store_kv import cases as store_cases
-from kernels.store_kv import reference as store_reference
-from kernels.store_kv import store_kv
+from kernels.store_kv import cases as store_cases, reference as store_reference, store_kv
 from tests.kernels.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu

@@ -10,14 +10,10 @@ import torch
 
 from kernels.cases import to_device
 from kernels.fp8 import Fp8Rows
-from kernels.fp8_linear import cases as linear_cases
-from kernels.fp8_linear import fp8_linear, reference
-from kernels.fp8_rows import cases as row_cases
-from kernels.fp8_rows import quantize_rows
-from kernels.gated_activation import cases as gate_cases
-from kernels.gated_activation import gated_activation_fp8
-from kernels.rms_norm import cases as norm_cases
-from kernels.rms_norm import rms_norm_fp8
+from kernels.fp8_linear import cases as linear_cases, fp8_linear, reference
+from kernels.fp8_rows import cases as row_cases, quantize_rows
+from kernels.gated_activation import cases as gate_cases, gated_activation_fp8
+from kernels.rms_norm import cases as norm_cases, rms_norm_fp8
 from tests.data_plane.engine.test_fp8_weights import check_first_tokens
 from tests.kernels.tolerances import assert_close
 

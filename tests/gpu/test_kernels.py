@@ -9,19 +9,13 @@ import pytest
 import torch
 
 from kernels.cases import to_device
-from kernels.copy_blocks import cases as copy_cases
-from kernels.copy_blocks import copy_blocks
-from kernels.gated_activation import ACTIVATIONS, gated_activation
-from kernels.gated_activation import cases as gate_cases
-from kernels.lora import ModuleGroup, adapter_segments, add_lora_group, reference
-from kernels.lora import cases as lora_cases
-from kernels.rms_norm import cases as norm_cases
-from kernels.rms_norm import rms_norm
-from kernels.rope import apply_rope_and_store_kv
-from kernels.rope import cases as rope_cases
+from kernels.copy_blocks import cases as copy_cases, copy_blocks
+from kernels.gated_activation import ACTIVATIONS, cases as gate_cases, gated_activation
+from kernels.lora import ModuleGroup, adapter_segments, add_lora_group, cases as lora_cases, reference
+from kernels.rms_norm import cases as norm_cases, rms_norm
+from kernels.rope import apply_rope_and_store_kv, cases as rope_cases
 from kernels.sampling import Adjustments, rows_of, sample, token_logprobs
-from kernels.store_kv import cases as store_cases
-from kernels.store_kv import store_kv
+from kernels.store_kv import cases as store_cases, store_kv
 from kernels.swap_blocks import BlockSwaps
 from tests.gpu.rope_check import check_rope_and_store_kv
 from tests.kernels.tolerances import assert_close

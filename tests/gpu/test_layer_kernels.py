@@ -11,18 +11,20 @@ import torch
 
 from kernels.cases import to_device
 from kernels.devices import is_hopper
-from kernels.gated_activation import cases as gate_cases
-from kernels.gated_activation import gated_activation
-from kernels.linear import MAX_ROWS, row_linear, rows_linear, serves_row, serves_rows
-from kernels.linear import cases as linear_cases
-from kernels.linear import reference as linear_reference
+from kernels.gated_activation import cases as gate_cases, gated_activation
+from kernels.linear import (
+    MAX_ROWS,
+    cases as linear_cases,
+    reference as linear_reference,
+    row_linear,
+    rows_linear,
+    serves_row,
+    serves_rows,
+)
 from kernels.linear.rows_launch import WIDE
-from kernels.rms_norm import cases as norm_cases
-from kernels.rms_norm import rms_norm
-from kernels.rope import apply_rope_and_store_kv
-from kernels.rope import cases as rope_cases
-from kernels.store_kv import cases as store_cases
-from kernels.store_kv import store_kv
+from kernels.rms_norm import cases as norm_cases, rms_norm
+from kernels.rope import apply_rope_and_store_kv, cases as rope_cases
+from kernels.store_kv import cases as store_cases, store_kv
 from tests.gpu.rope_check import check_rope_and_store_kv
 from tests.kernels.tolerances import assert_close
 

@@ -10,8 +10,15 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
-from motet.v1 import adapters_pb2, fleet_pb2, generation_pb2, model_pb2, pooling_pb2, residency_pb2
-from motet.v1 import status_pb2 as status_service_pb2
+from motet.v1 import (
+    adapters_pb2,
+    fleet_pb2,
+    generation_pb2,
+    model_pb2,
+    pooling_pb2,
+    residency_pb2,
+    status_pb2 as status_service_pb2,
+)
 
 from contract.v1 import plan_pb2
 from tests.hostile.bad_inputs import generation, uploads, worker_port

@@ -20,8 +20,7 @@ from kernels.gated_activation.triton_kernel import BLOCK, gated_activation_fp8_k
 from kernels.linear.triton_row import NARROW_TILE, NUM_WARPS, WIDE_TILE, row_linear_kernel
 from kernels.rms_norm.triton_kernel import rms_norm_kernel
 from kernels.rope.triton_kernel import BLOCK_HEADS, rope_kernel
-from kernels.row_state.triton_kernel import BLOCK as ROWS
-from kernels.row_state.triton_kernel import decode_inputs_kernel, store_tokens_kernel
+from kernels.row_state.triton_kernel import BLOCK as ROWS, decode_inputs_kernel, store_tokens_kernel
 from kernels.swap_blocks.triton_kernel import CHUNK, swap_blocks_kernel
 from kernels.token_rows.triton_kernel import embeddings_kernel, logits_kernel
 from tests.kernels.compiling import compile_for_h200, stack_bytes

@@ -26,8 +26,7 @@ from kernels.fp8_rows import quantize_rows
 from kernels.gated_activation import gated_activation, gated_activation_fp8
 from kernels.linear import row_linear
 from kernels.lora import adapter_segments, lora_embed, lora_expand, lora_shrink
-from kernels.lora.cases import Case as LoraCase
-from kernels.lora.cases import make_group
+from kernels.lora.cases import Case as LoraCase, make_group
 from kernels.lora.expansion import Expansion
 from kernels.paged_attention import AttentionBatch, paged_attention
 from kernels.rms_norm import rms_norm, rms_norm_fp8

@@ -13,24 +13,18 @@ import pytest
 import torch
 
 from kernels.buckets import bucket, round_up
-from kernels.gated_activation import gated_activation
-from kernels.gated_activation import triton_kernel as gate
+from kernels.gated_activation import gated_activation, triton_kernel as gate
 from kernels.lora import ModuleGroup, adapter_segments, ops, triton_segments
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.lora.expansion import Expansion
 from kernels.paged_attention import AttentionBatch, RowBatch, triton_kernel
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
 from kernels.paged_attention.options import Options
-from kernels.rms_norm import rms_norm
-from kernels.rms_norm import triton_kernel as norm
-from kernels.rope import apply_rope_and_store_kv
-from kernels.rope import cases as rope_cases
-from kernels.rope import triton_kernel as rope
-from kernels.sampling import sample_and_check
-from kernels.sampling import triton_kernel as sampling
+from kernels.rms_norm import rms_norm, triton_kernel as norm
+from kernels.rope import apply_rope_and_store_kv, cases as rope_cases, triton_kernel as rope
+from kernels.sampling import sample_and_check, triton_kernel as sampling
 from kernels.sampling.cases import make_adjustments
-from kernels.store_kv import cases as store_cases
-from kernels.store_kv import triton_kernel as store
+from kernels.store_kv import cases as store_cases, triton_kernel as store
 from tests.kernels.replaced_launches import replace_launches
 from tests.kernels.sampling.test_triton_sampling import make_logits, make_rows
 

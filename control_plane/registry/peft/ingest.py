@@ -22,9 +22,14 @@ from contract.expert_names import of_all
 from contract.packed_layout import FORMAT, SCORE_HEAD, arena_bytes, chunk_name, page_columns
 from contract.rope_scaling import RopeScaling
 from control_plane.errors import FieldViolation
-from control_plane.registry.adapter_files import CONFIG_FILE as CONFIG_FILE
-from control_plane.registry.adapter_files import PEFT, TRTLLM, AdapterFormat, format_of
-from control_plane.registry.adapter_files import WEIGHTS_FILE as WEIGHTS_FILE
+from control_plane.registry.adapter_files import (
+    CONFIG_FILE as CONFIG_FILE,
+    PEFT,
+    TRTLLM,
+    WEIGHTS_FILE as WEIGHTS_FILE,
+    AdapterFormat,
+    format_of,
+)
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.base_names import base_warnings
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, ModuleKind, Modules
@@ -39,8 +44,11 @@ from control_plane.registry.peft.chunks.chunk_writer import (
 from control_plane.registry.peft.chunks.paged_tensor import PagedMatrix, PagedTensor
 from control_plane.registry.peft.chunks.tensor_sources import FileSource, TensorSource
 from control_plane.registry.peft.experts.tensors import expert_tensors
-from control_plane.registry.peft.fields.activation import FIELD as INVOCATION_TOKENS
-from control_plane.registry.peft.fields.activation import check_activated, read_invocation_tokens
+from control_plane.registry.peft.fields.activation import (
+    FIELD as INVOCATION_TOKENS,
+    check_activated,
+    read_invocation_tokens,
+)
 from control_plane.registry.peft.fields.long_context import read_rope
 from control_plane.registry.peft.kinds.score_head import ScoreHead, head_entries, plan_score_head
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules

@@ -8,8 +8,7 @@ assigned in transitions.py alone, and every other field in this file alone: othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterable, Iterator, Sequence as Items
 from dataclasses import dataclass, field, replace
 
 from control_plane.scheduler.logprobs import PromptLogprobs, TokenLogprobs

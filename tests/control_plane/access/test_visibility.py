@@ -6,8 +6,7 @@ import itertools
 from fnmatch import fnmatchcase
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from control_plane.access.principal import ANYBODY, BASE_MODEL, THE_SERVER, Principal, Role, of_roles
 from control_plane.access.visibility import (

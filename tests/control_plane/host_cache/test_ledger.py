@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from control_plane.errors import PinBudgetExceeded
 from control_plane.host_cache.ledger import Ledger, Sizes

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from control_plane.registry import name_index
 from control_plane.registry.name_index import NameIndex, edit_distance, nearest

@@ -6,8 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from control_plane.access.principal import ANYBODY, Principal, Role, of_roles
 from control_plane.access.visibility import Ownership, Visibility, may_see

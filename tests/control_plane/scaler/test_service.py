@@ -19,8 +19,7 @@ from control_plane.api.rpc import listeners
 from control_plane.caller import Caller
 from control_plane.errors import MotetError
 from control_plane.scaler.service import ScalerService
-from control_plane.scaler.v1 import externalscaler_pb2 as keda
-from control_plane.scaler.v1 import externalscaler_pb2_grpc
+from control_plane.scaler.v1 import externalscaler_pb2 as keda, externalscaler_pb2_grpc
 from tests.control_plane.api.fakes import details
 from tests.fakes.authority import LOCALHOST, Authority, Issued
 from tests.fakes.fleet_rig import FakeClock, InspectedFleet, LoopbackWorker, make_fleet, make_request

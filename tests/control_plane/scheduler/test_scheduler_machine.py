@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from control_plane.scheduler.fairness import VirtualCounters

@@ -10,8 +10,7 @@ import llguidance
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
 from contract.sampling import MAX_VOCABULARIES

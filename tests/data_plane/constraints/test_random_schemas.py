@@ -11,8 +11,7 @@ import llguidance
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from control_plane.constraints.compile_process import compiled
 from data_plane.constraints.masks import forbid

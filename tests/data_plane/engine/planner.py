@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data_plane.engine.engine import TorchEngine
-from data_plane.plan import GREEDY as GREEDY
-from data_plane.plan import Int32Array, NewRow, RowAdapters, RowSampling, StepOutput, StepPlan
+from data_plane.plan import GREEDY as GREEDY, Int32Array, NewRow, RowAdapters, RowSampling, StepOutput, StepPlan
 
 
 @dataclass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from motet.v1.constraints_pb2 import Choices, StructuralTags
-from motet.v1.constraints_pb2 import StructuralTag as Tag
+from motet.v1.constraints_pb2 import Choices, StructuralTag as Tag, StructuralTags
 
 # Field; values that are refused in its name. A constraint does not go together with ignore_eos, which other cases set.
 CONSTRAINTS: list[tuple[str, list[Any]]] = [

@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from motet.v1 import adapters_pb2
-from motet.v1 import generation_pb2 as pb
+from motet.v1 import adapters_pb2, generation_pb2 as pb
 
 from tests.hostile.bad_inputs.case import INVALID, OK, Case
 from tests.hostile.bad_inputs.facts import MAX_CHUNK_BYTES, WEIGHTS_FILE, Facts

@@ -9,8 +9,7 @@ from typing import Any
 import grpc
 from google.longrunning import operations_pb2
 from google.protobuf import field_mask_pb2
-from motet.v1 import adapters_pb2 as pb
-from motet.v1 import status_pb2, types_pb2
+from motet.v1 import adapters_pb2 as pb, status_pb2, types_pb2
 
 from tests.hostile.bad_inputs import generation, names
 from tests.hostile.bad_inputs.adapter_calls import SERVICE as ADAPTERS

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-from motet.v1 import push_pb2 as pb
-from motet.v1 import verify_pb2
+from motet.v1 import push_pb2 as pb, verify_pb2
 
 from tests.hostile.bad_inputs import names
 from tests.hostile.bad_inputs.case import INVALID, OK, Case, short

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import grpc
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
-from motet.v1 import adapters_pb2
-from motet.v1 import residency_pb2 as pb
+from motet.v1 import adapters_pb2, residency_pb2 as pb
 
 from tests.hostile.bad_inputs import names
 from tests.hostile.bad_inputs.case import INVALID, OK, Case, set_path, short

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kernels.copy_blocks import copy_blocks, triton_kernel
 from kernels.copy_blocks.cases import CASES, Case, make

@@ -6,17 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kernels.fp8 import Fp8Rows
 from kernels.fp8_rows import reference, triton_kernel
 from kernels.fp8_rows.cases import CASES, Case, make
-from kernels.gated_activation import ACTIVATIONS
-from kernels.gated_activation import cases as gate_cases
-from kernels.gated_activation import triton_kernel as gate_kernel
-from kernels.rms_norm import cases as norm_cases
-from kernels.rms_norm import triton_kernel as norm_kernel
+from kernels.gated_activation import ACTIVATIONS, cases as gate_cases, triton_kernel as gate_kernel
+from kernels.rms_norm import cases as norm_cases, triton_kernel as norm_kernel
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # NumPy's, of the interpreter: 1 / (1 + inf) is meant.

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn import functional
 
 from kernels.gated_activation import ACTIVATIONS, cpu, gated_activation, native, reference

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import fp8_rows
-from kernels import gated_activation as package
+from kernels import fp8_rows, gated_activation as package
 from kernels.cases import to_device
 from kernels.fp8_rows import reference
 from kernels.gated_activation import ACTIVATIONS, gated_activation, gated_activation_fp8, triton_folded

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from peft import LoraConfig
-from peft.tuners.lora import Embedding as PeftEmbedding
-from peft.tuners.lora import Linear as PeftLinear
+from peft.tuners.lora import Embedding as PeftEmbedding, Linear as PeftLinear
 
 from kernels.lora import ModuleGroup, adapter_segments, lora_embed, lora_expand, lora_shrink, reference
 from kernels.lora.cases import CASES, Case, Inputs, make, make_group

@@ -20,8 +20,7 @@ from data_plane.plan import RowSampling
 from tests.data_plane.engine.planner import Job, Planner, make_plan
 from tests.data_plane.engine.test_combinations import COMBINATIONS, check_logits, serve
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.e2e.scheduled import ingested
-from tests.e2e.scheduled import serve as serve_requests
+from tests.e2e.scheduled import ingested, serve as serve_requests
 from tests.e2e.test_scheduled_activation import Truth
 from tests.e2e.test_scheduled_pooling import Model, check_close, classes_of, expected
 from tests.makers import make_adapter, make_checkpoint, make_classifier

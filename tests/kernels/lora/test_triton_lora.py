@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kernels.cases import to_device
 from kernels.lora import ModuleGroup, adapter_segments, launch, ops, reference, triton_expand, triton_shrink

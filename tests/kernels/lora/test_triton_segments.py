@@ -6,8 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kernels.lora import adapter_segments, triton_segments
 from kernels.lora.segments import AdapterSegments, max_blocks, segments_in_torch

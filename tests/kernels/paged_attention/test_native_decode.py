@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kernels.native import Step, get_num_threads, run_one, set_num_threads
 from kernels.paged_attention import AttentionBatch, native, reference

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kernels.sampling import DRAW_PARAMETERS, SamplingRows, native, reference, rows_of, sample_and_check
 from kernels.sampling.cases import make_adjustments

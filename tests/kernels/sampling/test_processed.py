@@ -17,8 +17,7 @@ from transformers import (
 
 from kernels.sampling import cpu, processed_logits, reference, rows_of, sample, token_logprobs
 from kernels.sampling.cases import make_adjustments
-from tests.kernels.sampling.test_processors import VOCAB_SIZE, make_logits
-from tests.kernels.sampling.test_processors import make_adjustments as adjustments_of_one_row
+from tests.kernels.sampling.test_processors import VOCAB_SIZE, make_adjustments as adjustments_of_one_row, make_logits
 
 NUM_DRAWS = 20_000
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kernels.cases import to_device
 from kernels.sampling import DRAW_PARAMETERS, SamplingRows, reference, rows_of, sample, triton_kernel, triton_logprobs

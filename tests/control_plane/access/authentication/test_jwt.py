@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from control_plane.access.authentication.jwks import SigningKeys, parse_jwks
 from control_plane.access.authentication.jwt import MAX_CHARS, JsonWebTokens, TokenRules

@@ -10,8 +10,7 @@ import grpc.aio
 import pytest
 from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
-from control_plane.api.generation import kept_deltas
-from control_plane.api.generation import request as generation_request
+from control_plane.api.generation import kept_deltas, request as generation_request
 from control_plane.api.generation.kept_deltas import KeptDeltas
 from control_plane.api.text.codec import TextCodec
 from control_plane.fleet.requests.streams import JobEvent

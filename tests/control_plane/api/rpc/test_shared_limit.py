@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from control_plane.access.principal import Principal, Role
 from control_plane.api.rpc.shared_limit import SharedLimit

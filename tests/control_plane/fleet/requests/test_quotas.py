@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import event, given
-from hypothesis import strategies as st
+from hypothesis import event, given, strategies as st
 
 from control_plane.errors import QuotaExceeded, QuotaTooSmall
 from control_plane.fleet.requests.quotas import MAX_IDLE_TENANTS, TenantQuotas

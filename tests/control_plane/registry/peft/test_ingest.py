@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from control_plane.registry.peft.adapter_config import read_adapter_config
 from control_plane.registry.peft.chunks.tensor_codec import decode, encode

@@ -6,8 +6,7 @@ import tracemalloc
 from collections import Counter
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from control_plane.scheduler.memory.block_pool import MANY_BLOCKS, BlockPool
