@@ -75,19 +75,12 @@ def exported_names() -> dict[str, str]:
 def reference() -> str:
     """The whole document."""
     modules = exported_names()
+    # Those that define an exported name, and v1, whose classes some of them inherit from.
+    folders = sorted({PACKAGE / "v1", *((PACKAGE / module.replace(".", "/")).parent for module in modules.values())})
     classes = {
         node.name: (node, source.splitlines())
-        for folder in (
-            PACKAGE,
-            PACKAGE / "adapters",
-            PACKAGE / "inputs",
-            PACKAGE / "model",
-            PACKAGE / "offline",
-            PACKAGE / "pooling",
-            PACKAGE / "v1",
-            PACKAGE / "workers",
-        )
-        for path in sorted((PACKAGE / folder).glob("*.py"))
+        for folder in folders
+        for path in sorted(folder.glob("*.py"))
         if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
         for source in [path.read_text("utf-8")]
         for node in ast.parse(source).body
