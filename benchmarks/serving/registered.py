@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.new_version import version_of_packed
 from control_plane.registry.peft.ingest import PackedInfo, ingest
-from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion
+from control_plane.registry.records import AdapterRecord, AdapterState
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.directory_store import DirectoryStore
 from control_plane.registry.store.record_documents import encode_record, encode_version
@@ -74,18 +75,7 @@ def _write(store: ArtifactStore, base_model: BaseModel, packed: PackedInfo, name
         store.put_chunk(packed.digest, index, chunk.path)
     store.put_manifest(packed.digest, packed.manifest)
     now_s = time.time()
-    version = AdapterVersion(
-        digest=packed.digest,
-        kind=packed.kind,
-        max_rank=packed.max_rank,
-        dtype=base_model.dtype,
-        size_bytes=packed.size_bytes,
-        arena_bytes=packed.arena_bytes,
-        target_modules=packed.target_modules,
-        create_time_s=now_s,
-        base_fingerprint=base_model.fingerprint,
-        number=1,
-    )
+    version = version_of_packed(packed, base_model, 1, now_s)
     record = AdapterRecord(
         adapter_id=name,
         uid=uuid.uuid4().hex,

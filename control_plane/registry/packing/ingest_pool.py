@@ -11,14 +11,13 @@ import contextlib
 import logging
 import pickle
 import signal
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from control_plane.child_process import ChildProcess, module_command
 from control_plane.errors import FieldViolation, InvalidAdapter, StoreUnavailable
+from control_plane.framed_child.child import SocketChild
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.packing.ingest_child import HEADER, read_result
 from control_plane.registry.peft.ingest import WEIGHTS_FILE, PackedInfo
@@ -118,7 +117,8 @@ class IngestPool:
             # Not ShuttingDown, which says that nothing was begun.
             raise StoreUnavailable("the server is shutting down; try another one, or again in a moment")
         try:
-            child = await _Child.start(pickle.dumps({"memory_bytes": self._limits.memory_bytes}))
+            child = await _Child.start("control_plane.registry.packing.ingest_child", _KEEP_BLOCKS)
+            child.send(pickle.dumps({"memory_bytes": self._limits.memory_bytes}))
         except OSError as error:
             logger.error("process that packs adapters not started error=%s", error)
             raise StoreUnavailable("the process that packs adapters could not be started; try again") from error
@@ -143,41 +143,16 @@ def _size(files: Mapping[str, Path]) -> int:
     return sum(path.stat().st_size for path in files.values())
 
 
-class _Child:
-    """One process and the socket to it."""
+class _Child(SocketChild):
+    """Gets its limits, then one adapter after the other, in the frames of `ingest_child.py`."""
 
-    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.process = process
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def start(cls, setup: bytes) -> _Child:
-        """Raises OSError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                command, environment = module_command("control_plane.registry.packing.ingest_child")
-                process = ChildProcess(
-                    command, stdin=theirs.fileno(), stderr=None, environment=_KEEP_BLOCKS | environment
-                )
-            except OSError:
-                ours.close()
-                raise
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        writer.write(HEADER.pack(len(setup)) + setup)
-        return cls(process, reader, writer)
+    def send(self, content: bytes) -> None:
+        """Send one frame."""
+        self.writer.write(HEADER.pack(len(content)) + content)
 
     async def ask(self, request: bytes) -> bytes:
         """Send the adapter and read the result. Raises OSError or IncompleteReadError where the process ended."""
-        self._writer.write(HEADER.pack(len(request)) + request)
-        await self._writer.drain()
-        (size_bytes,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-        return await self._reader.readexactly(size_bytes)
-
-    async def end(self, *, is_running: bool) -> int:
-        """Its exit status. `is_running`: it does not end by itself."""
-        if is_running:
-            self.process.kill()
-        self._writer.transport.abort()
-        return await self.process.wait()
+        self.send(request)
+        await self.writer.drain()
+        (size_bytes,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+        return await self.reader.readexactly(size_bytes)
