@@ -131,8 +131,8 @@ async def test_a_kept_child_that_died_is_replaced_and_two_deaths_are_reported(
     await packed(pool, files(tmp_path), tmp_path / "chunks")
     os.kill(pool.pids[0], signal.SIGKILL)
     await packed(pool, files(tmp_path), tmp_path / "more")
-    module = "control_plane.registry.packing.ingest_pool.module_command"
-    monkeypatch.setattr(module, lambda name: (["/bin/false"], {}))
+    module = "control_plane.framed_child.child.module_command"
+    monkeypatch.setattr(module, lambda _name: (["/bin/false"], {}))
     os.kill(pool.pids[0], signal.SIGKILL)
     with pytest.raises(StoreUnavailable, match="ended twice; try again"):
         await packed(pool, files(tmp_path), tmp_path / "again")
@@ -142,8 +142,8 @@ async def test_a_kept_child_that_died_is_replaced_and_two_deaths_are_reported(
 async def test_a_program_that_cannot_be_run_is_reported(
     pool: IngestPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = "control_plane.registry.packing.ingest_pool.module_command"
-    monkeypatch.setattr(module, lambda name: (["/nowhere/python"], {}))
+    module = "control_plane.framed_child.child.module_command"
+    monkeypatch.setattr(module, lambda _name: (["/nowhere/python"], {}))
     with pytest.raises(StoreUnavailable, match="could not be started; try again"):
         await packed(pool, files(tmp_path), tmp_path / "chunks")
 
