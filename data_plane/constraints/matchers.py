@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from contract.sampling import GRAMMAR_LIMITS, MAX_GRAMMARS, MAX_VOCABULARIES
 from data_plane.constraints.priorities import new_threads
@@ -24,9 +25,17 @@ logger = logging.getLogger(__name__)
 
 _of_thread = threading.local()
 
+# Rows at once that began their grammar again with a lexer of their own. Such a lexer took 18 MB in a schema of long
+# texts; without a bound, each of the rows of a worker could have one.
+MAX_OWN_LEXERS = 16
+
 
 class ConstraintFailed(Exception):
     """The grammar cannot be followed any further; the message says why."""
+
+
+class LexersTaken(Exception):
+    """As many rows as may have a lexer of their own: this one can begin again when one of them has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +56,7 @@ class Matcher:
     """Where one completion is in its grammar. Used from one thread at a time.
 
     It fails by a limit of the lexer only where this completion needs that much by itself: if the lexer that it shares
-    with other rows breaks, it goes on with one of its own.
+    with other rows breaks, `check` allows it to start again with one of its own.
     """
 
     def __init__(
@@ -55,50 +64,41 @@ class Matcher:
         inner: llguidance.LLMatcher,
         spare: llguidance.LLMatcher,
         num_tokens: int,
-        renew: Callable[[], llguidance.LLMatcher | None],
+        may_renew: Callable[[], bool],
+        renew: Callable[[Matcher], llguidance.LLMatcher],
     ) -> None:
-        """`renew`: a matcher at the beginning with a lexer of its own; None where this would change nothing."""
+        """`renew`: makes a matcher for this one, at the beginning, with a lexer of its own. `may_renew`: that helps."""
         self._inner = inner
         self._spare = spare  # one that failed: it takes no token, in no time
         self._num_words = -(-num_tokens // 32)
-        self._renew: Callable[[], llguidance.LLMatcher | None] | None = renew  # None: it has its own
+        self._may_renew = may_renew
+        self._renew: Callable[[Matcher], llguidance.LLMatcher] | None = renew  # None: it has its own
         self._followed: list[int] = []  # tokens; forgotten with `renew`
-
-    def follow(self, token_id: int) -> None:
-        """Go on behind a token. Raises ConstraintFailed."""
-        Matcher.follow_all([self], [token_id])
-        self.check()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a token could not be followed: `check` takes long then, for it may start again."""
+        """Whether a token could not be followed, or a mask not be computed."""
         return bool(self._inner.is_error())
 
     def check(self) -> None:
-        """Raise ConstraintFailed where a token could not be followed."""
-        if self.has_failed:
-            self._start_again()
-        if self.has_failed:
+        """Raise ConstraintFailed where it has failed for good: starting again would not help."""
+        if self.has_failed and (self._renew is None or not self._may_renew()):
             raise ConstraintFailed(self._inner.get_error())
 
-    def write_mask(self, words: Int32Array) -> None:
-        """Set the bits of the tokens that may come next in the first words. Raises ConstraintFailed."""
-        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
-        if self.has_failed:
-            self.check()
-            self._inner.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
-            self.check()
+    def start_again(self) -> list[int]:
+        """Go to the beginning, with a lexer of its own, after it failed. Returns the tokens to follow once more.
 
-    def _start_again(self) -> None:
-        """Follow the tokens once more with a lexer of its own, if the shared one is what failed."""
-        renew, self._renew = self._renew, None
+        Raises LexersTaken and changes nothing where too many have one.
+        """
+        assert self._renew is not None, "it has started again"
+        self._inner = self._renew(self)
+        self._renew = None
         followed, self._followed = self._followed, []
-        renewed = renew() if renew is not None else None
-        if renewed is None:
-            return
-        self._inner = renewed
-        for token_id in followed:
-            Matcher.follow_all([self], [token_id])
+        return followed
+
+    def write_mask(self, words: Int32Array) -> None:
+        """Set the bits of the tokens that may come next in the first words. `has_failed` says whether it could."""
+        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, self._num_words * 4)
 
     def forced(self) -> list[int]:
         """The tokens that must come next, as far as there is no choice."""
@@ -107,7 +107,7 @@ class Matcher:
 
     @staticmethod
     def follow_all(matchers: Sequence[Matcher], token_ids: Sequence[int]) -> None:
-        """Let each matcher go on behind a token. `check` says of each whether it could."""
+        """Let each matcher go on behind a token. `has_failed` says of each whether it could."""
         for matcher, token_id in zip(matchers, token_ids, strict=True):
             if matcher._renew is not None:
                 matcher._followed.append(token_id)
@@ -142,7 +142,12 @@ class Matchers:
     def __init__(self) -> None:
         self._vocabularies: OrderedDict[str, llguidance.LLTokenizer] = OrderedDict()
         self._grammars: OrderedDict[str, _Grammar] = OrderedDict()
-        self._lock = threading.Lock()  # of the grammars
+        self._own: WeakSet[Matcher] = WeakSet()  # those with a lexer of their own
+        self._lock = threading.Lock()  # of the grammars and `_own`
+
+    def num_free_lexers(self) -> int:
+        """How many matchers may start again now. Any thread may ask."""
+        return MAX_OWN_LEXERS - len(self._own)
 
     def read(self, vocabulary: Vocabulary) -> None:
         """Have a vocabulary ready. One that cannot be read fails the rows that name it."""
@@ -183,21 +188,27 @@ class Matchers:
             grammar.inner.deep_copy(),
             spare,
             constraint.vocabulary.num_tokens,
-            lambda: self._renew(grammar, vocabulary, constraint),
+            lambda: self._may_renew(grammar, constraint),
+            lambda matcher: self._renew(matcher, grammar, vocabulary, constraint),
         )
 
-    def _renew(
-        self, grammar: _Grammar, vocabulary: llguidance.LLTokenizer, constraint: RowConstraint
-    ) -> llguidance.LLMatcher | None:
-        """For a row that failed: the grammar with a lexer that no other row uses. None: it would fail with that too."""
+    def _may_renew(self, grammar: _Grammar, constraint: RowConstraint) -> bool:
+        """For a row that failed: whether the lexer did, by what other rows took of it, too."""
         if not grammar.is_broken():
-            return None
+            return False
         with self._lock:
             # The next row builds it anew.
             if self._grammars.get(constraint.digest) is grammar:
                 del self._grammars[constraint.digest]
-            if grammar.num_rows == 1:
-                return None
+            return grammar.num_rows > 1
+
+    def _renew(
+        self, matcher: Matcher, grammar: _Grammar, vocabulary: llguidance.LLTokenizer, constraint: RowConstraint
+    ) -> llguidance.LLMatcher:
+        with self._lock:
+            if len(self._own) >= MAX_OWN_LEXERS:
+                raise LexersTaken(f"{MAX_OWN_LEXERS} rows have a lexer of their own")
+            self._own.add(matcher)
         logger.info("grammar built anew for a row digest=%s rows=%d", constraint.digest[:12], grammar.num_rows)
         return _new(constraint, vocabulary)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from data_plane.constraints.lanes import SLOW_S, Lanes
 from data_plane.constraints.masks import Masks
 from data_plane.constraints.matchers import (
     ConstraintFailed,
+    LexersTaken,
     Matcher,
     Matchers,
     following_threads,
@@ -40,6 +41,9 @@ FORGIVEN_AFTER = 2000
 MAX_TOGETHER = 32
 # Grammars that were quick so far, those used last: more than the worker keeps, since to find out again takes time.
 MAX_QUICK = 4 * MAX_GRAMMARS
+# Tokens of one row that a task follows: then others have their turn. A row that starts again may have thousands, which
+# take 20 us each.
+FOLLOWED_AT_ONCE = 200
 _Indices = npt.NDArray[np.int64]
 
 
@@ -58,6 +62,7 @@ class _Row:
     build: Callable[[], Matcher] | None = None  # what makes it, where the grammar is new to the worker
     error: str = ""  # one line
     allows_only_banned: bool = False  # and the next token is before min_tokens
+    starts_again: bool = False  # the matcher has failed by the lexer that it shares
     is_ready: bool = field(default=False)  # what is above is of the next token
 
 
@@ -76,6 +81,7 @@ class ConstraintRows:
         # By digest of slow grammars, the latest last: quick tokens since the last slow one.
         self._slow: OrderedDict[str, int] = OrderedDict()
         self._quick: OrderedDict[str, None] = OrderedDict()  # digests of those that were quick so far
+        self._parked: deque[_Row] = deque()  # they wait for a lexer of their own
         self._learning = threading.Lock()  # of the three
 
     def __len__(self) -> int:
@@ -116,6 +122,7 @@ class ConstraintRows:
     def clear(self) -> None:
         """End every row."""
         self._rows.clear()
+        self._parked.clear()
         with self._learning:
             self._slow.clear()
             self._quick.clear()
@@ -127,6 +134,8 @@ class ConstraintRows:
         these rows is in the step, so that nobody is held up if the step waits longer for the first of them.
         `is_verifying`: the rows have drafts, as far as `may_draft` allowed them.
         """
+        if self._parked:
+            self._resume()
         if not self._rows:
             return None
         chosen = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
@@ -200,6 +209,19 @@ class ConstraintRows:
 
     # ---- on the compute thread ----
 
+    def _resume(self) -> None:
+        """Let rows that wait for a lexer go on, as far as lexers came free. Forget those that ended."""
+        num_free = self._matchers.num_free_lexers()
+        for _ in range(len(self._parked)):
+            row = self._parked.popleft()
+            if not self._is_live(row):
+                continue
+            if num_free > 0:
+                num_free -= 1
+                self._submit([row])
+            else:
+                self._parked.append(row)
+
     def _await(self, rows: Sequence[_Row], *, is_alone: bool) -> None:
         quick = [row for row in rows if not row.is_ready and row.constraint.digest in self._quick]
         began_s = self._lanes.now_s()
@@ -257,14 +279,16 @@ class ConstraintRows:
             if place and self._lanes.has_low_priority():
                 self._submit(rows[place:])
                 break
+            goes_on = False
             with _failing(row, "constraint not followed"):
                 if row.build is not None:
                     self._build(row)
                 if place == 0 and len(rows) > 1:
                     self._timed(row, lambda: _follow_all([each for each in rows if self._is_live(each)]))
                 if row.matcher is not None and self._is_live(row):
-                    self._go_on(row, row.matcher)
-            row.is_ready = True
+                    goes_on = not self._go_on(row, row.matcher)
+            if not goes_on:
+                row.is_ready = True
         self._lanes.notify()
 
     def _build(self, row: _Row) -> None:
@@ -281,15 +305,32 @@ class ConstraintRows:
             for other in others:
                 self._lanes.read(functools.partial(self._make, other))
 
-    def _go_on(self, row: _Row, matcher: Matcher) -> None:
+    def _go_on(self, row: _Row, matcher: Matcher) -> bool:
+        """Follow the row's tokens and compute its mask. False: another task goes on, now or when there is a lexer."""
+        if row.starts_again:
+            try:
+                self._timed(row, lambda: _start_again(row, matcher))
+            except LexersTaken as error:
+                logger.info("row waits for a lexer row=%d: %s", row.number, error)
+                self._parked.append(row)
+                return False
+        piece, row.to_follow = row.to_follow[:FOLLOWED_AT_ONCE], row.to_follow[FOLLOWED_AT_ONCE:]
+        while piece and not matcher.has_failed:
+            self._timed(row, functools.partial(Matcher.follow_all, [matcher], [piece.pop(0)]))
+        row.to_follow[:0] = piece
+        if not matcher.has_failed and not row.to_follow:
+            self._timed(row, functools.partial(matcher.write_mask, row.allowed))
         if matcher.has_failed:
-            self._timed(row, matcher.check)
-        for token_id in row.to_follow:
-            self._timed(row, functools.partial(matcher.follow, token_id))
-        row.to_follow = []
-        self._timed(row, functools.partial(matcher.write_mask, row.allowed))
+            matcher.check()
+            row.starts_again = True
+            with self._learning:
+                self._count_slow(row.constraint.digest)
+        if matcher.has_failed or row.to_follow:
+            self._submit([row])
+            return False
         if row.banned is not None and row.position < row.min_tokens:
             row.allows_only_banned = _has_only(row.allowed, row.banned)
+        return True
 
     def _timed(self, row: _Row, part: Callable[[], None]) -> None:
         """Do a part of what a token takes, and learn from the CPU time."""
@@ -299,6 +340,13 @@ class ConstraintRows:
         finally:
             self._learn(row.constraint.digest, self._lanes.cpu_s())
 
+    def _count_slow(self, digest: str) -> None:
+        """Called under `_learning`."""
+        self._quick.pop(digest, None)
+        self._slow[digest] = 0
+        while len(self._slow) > MAX_GRAMMARS:
+            self._slow.popitem(last=False)
+
     def _is_live(self, row: _Row) -> bool:
         return self._rows.get(row.number) is row
 
@@ -306,10 +354,7 @@ class ConstraintRows:
         """Count a part of a token's work that took so much CPU time."""
         with self._learning:
             if taken_s > SLOW_S:
-                self._quick.pop(digest, None)
-                self._slow[digest] = 0
-                while len(self._slow) > MAX_GRAMMARS:
-                    self._slow.popitem(last=False)
+                self._count_slow(digest)
                 return
             num_quick = self._slow.get(digest)
             if num_quick is not None and num_quick < FORGIVEN_AFTER:
@@ -320,6 +365,12 @@ class ConstraintRows:
             self._quick.move_to_end(digest)
             while len(self._quick) > MAX_QUICK:
                 self._quick.popitem(last=False)
+
+
+def _start_again(row: _Row, matcher: Matcher) -> None:
+    """Begin the row's grammar again: its tokens are to be followed once more. Raises LexersTaken."""
+    row.to_follow = matcher.start_again() + row.to_follow
+    row.starts_again = False
 
 
 def _follow_all(rows: Sequence[_Row]) -> None:

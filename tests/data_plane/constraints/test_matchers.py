@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from contract.sampling import GRAMMAR_LIMITS
-from data_plane.constraints.matchers import ConstraintFailed, Matcher, Matchers
+from data_plane.constraints.matchers import ConstraintFailed, LexersTaken, Matcher, Matchers
 from data_plane.plan import Int32Array, RowConstraint, Vocabulary
 from tests.data_plane.constraints.test_masks import END, NUM_TOKENS, row_of, vocabulary
 
@@ -40,9 +40,22 @@ def ids_of(text: str) -> list[int]:
     return [ord(character) - ord("!") + 2 for character in text]
 
 
+def go_on(matcher: Matcher) -> None:
+    """As a worker does behind each token and mask."""
+    if matcher.has_failed:
+        matcher.check()
+        for token_id in matcher.start_again():
+            Matcher.follow_all([matcher], [token_id])
+        matcher.check()
+
+
 def mask(matcher: Matcher) -> Int32Array:
     words = np.zeros(-(-NUM_TOKENS // 32), dtype=np.int32)
     matcher.write_mask(words)
+    if matcher.has_failed:
+        go_on(matcher)
+        matcher.write_mask(words)
+        matcher.check()
     return words
 
 
@@ -54,7 +67,8 @@ def follow(matcher: Matcher, text: str) -> None:
     """As a worker does: a mask, in which the token is, and then the token."""
     for token_id in ids_of(text):
         assert token_id in ids_in(mask(matcher))
-        matcher.follow(token_id)
+        Matcher.follow_all([matcher], [token_id])
+        go_on(matcher)
 
 
 def test_a_constraint_fails_by_name_where_llguidance_is_missing(
@@ -97,7 +111,7 @@ def test_rows_whose_tokens_are_followed_together_go_on_alike(vocabulary: Vocabul
         assert all(token in ids_in(mask(row)) for row, token in zip(rows, tokens, strict=True))
         Matcher.follow_all(rows, tokens)
         for row in rows:
-            row.check()
+            go_on(row)
     assert [ids_in(mask(row)) for row in rows] == [[END]] * 3
 
 
@@ -127,6 +141,34 @@ def test_a_token_that_does_not_fit_fails_its_row_alone(
     failed = begin(matchers, TWO_LENGTHS, vocabulary)
     follow(failed, "a7")
     with pytest.raises(ConstraintFailed, match="doesn't satisfy the grammar"):
-        failed.follow(ids_of("q")[0])
+        Matcher.follow_all([failed], ids_of("q"))
+        failed.check()
     follow(beside, "a7")
     assert isinstance(matchers.find(constraint_of(TWO_LENGTHS, vocabulary)), Matcher) and not caplog.records
+
+
+def test_few_rows_have_a_lexer_of_their_own_and_a_further_one_waits_for_it(
+    vocabulary: Vocabulary, limits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_plane.constraints.matchers.MAX_OWN_LEXERS", 1)
+    matchers = Matchers()
+    first, second = (begin(matchers, TWO_LENGTHS, vocabulary) for _ in range(2))
+    for row in (first, second):
+        Matcher.follow_all([row], ids_of("a"))
+    follow(begin(matchers, TWO_LENGTHS, vocabulary), "a" + "7" * LENGTH)
+    assert matchers.num_free_lexers() == 1
+    breaks = begin(matchers, TWO_LENGTHS, vocabulary)
+    follow(breaks, "b" + "q" * LENGTH)
+    assert matchers.num_free_lexers() == 0
+    del breaks
+    words = np.zeros(-(-NUM_TOKENS // 32), dtype=np.int32)
+    for row in (first, second):
+        row.write_mask(words)
+        assert row.has_failed
+    follow(first, "7")
+    with pytest.raises(LexersTaken, match="1 rows have a lexer of their own"):
+        second.start_again()
+    del first, row
+    assert matchers.num_free_lexers() == 1
+    follow(second, "7" * LENGTH)
+    assert ids_in(mask(second)) == [END]

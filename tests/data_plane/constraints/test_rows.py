@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from contract.sampling import GRAMMAR_LIMITS
 from data_plane.constraints.lanes import Lanes
 from data_plane.constraints.masks import Masks, forbid
 from data_plane.constraints.matchers import Matcher, Matchers
 from data_plane.constraints.rows import ConstraintRows
-from data_plane.plan import Int32Array, RowConstraint, Vocabulary
+from data_plane.plan import RowConstraint, Vocabulary
 from tests.data_plane.constraints.lanes import DrawnLanes
 from tests.data_plane.constraints.test_masks import NUM_TOKENS, row_of, vocabulary
+from tests.data_plane.constraints.test_matchers import constraint_of, ids_of
 
 __all__ = ["vocabulary"]  # a fixture
+LONG = 300
+# Each character is a state of the lexer, and each alternative has states of its own.
+ROW_LENGTHS = f"[a-d]{{{LONG}}}|[m-p]{{{LONG}}}|[w-z]{{{LONG}}}"
 B, Z = ord("b") - ord("!") + 2, ord("z") - ord("!") + 2  # tokens of make_tokenizer
 
 
@@ -44,6 +50,10 @@ class HeldLanes(Lanes):
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         return condition()
+
+    def run_all(self) -> None:
+        for tasks in (self.new, self.quick):
+            run_all(tasks)
 
     def read_all(self) -> None:
         """Wait until every row has a matcher, or a task that builds it."""
@@ -121,34 +131,82 @@ def test_a_grammar_that_was_slow_once_leaves_the_threads_of_quick_ones(vocabular
     assert collected(rows, [0, 1, 2]).waiting == [0]
 
 
-def test_a_grammar_that_started_again_leaves_the_threads_of_quick_ones(
+def advance(rows: ConstraintRows, masks: Masks, tokens: dict[int, int]) -> None:
+    numbers = np.array(list(tokens))
+    rows.advance(masks, numbers, np.array(list(tokens.values()), dtype=np.int32))
+
+
+def long_rows(lanes: HeldLanes, vocabulary: Vocabulary, letters: str) -> tuple[ConstraintRows, list[int]]:
+    """Rows of one grammar, each of which takes most states of a lexer, behind all but the last 30 of their tokens.
+
+    Nothing is ready: their last token is what the lexer that they share cannot follow.
+    """
+    rows, numbers = ConstraintRows(NUM_TOKENS, lanes=lanes), list(range(len(letters)))
+    constraint = constraint_of(ROW_LENGTHS, vocabulary)
+    for number in numbers:
+        rows.add(replace(row_of(["b"], vocabulary, number), constraint=constraint))
+    lanes.read_all()
+    lanes.run_all()
+    lanes.read_all()
+    lanes.run_all()
+    for _ in range(LONG - 30):
+        masks = collected(rows, numbers)
+        if masks.waiting:
+            break
+        advance(rows, masks, {number: ids_of(letters[number])[0] for number in numbers})
+        run_all(lanes.quick)
+    return rows, numbers
+
+
+def test_a_row_that_starts_again_is_followed_in_pieces_by_threads_of_slow_grammars(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(GRAMMAR_LIMITS, "max_lexer_states", 500)
+    monkeypatch.setattr("data_plane.constraints.rows.FOLLOWED_AT_ONCE", 50)
     lanes = HeldLanes()
-    rows = begun(lanes, vocabulary, {0: "bbb"})
-    run_all(lanes.new)
-    rows.advance(collected(rows, [0]), np.zeros(1, dtype=np.int64), np.array([B], dtype=np.int32))
-    assert len(lanes.quick) == 1 and not lanes.slow
-    write_mask = Matcher.write_mask
+    rows, numbers = long_rows(lanes, vocabulary, "bz")
+    assert collected(rows, numbers).waiting == numbers
+    assert not lanes.quick and len(lanes.slow) == 2  # nothing was followed once more by a thread of quick ones
+    num_tasks = 0
+    while lanes.slow:
+        lanes.slow.pop(0)()
+        num_tasks += 1
+    assert num_tasks > 2 * 3
+    masks = collected(rows, numbers)
+    assert not masks.waiting and not masks.failed
+    logits = torch.zeros(2, NUM_TOKENS)
+    forbid(logits, masks)
+    allowed = [set(torch.nonzero(row == 0).flatten().tolist()) for row in logits]
+    assert allowed[0] >= set(ids_of("abcd")) and allowed[1] >= set(ids_of("wxyz")) and not allowed[0] & allowed[1]
 
-    def start_again(_: Matcher) -> None:
-        lanes.task_s = 1.0
 
-    def follow_quickly(*_: object) -> None:
-        lanes.task_s = 0.0
-
-    def write_quickly(matcher: Matcher, words: Int32Array) -> None:
-        write_mask(matcher, words)
-        lanes.task_s = 0.0
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Matcher, "has_failed", True)
-        patched.setattr(Matcher, "check", start_again)
-        patched.setattr(Matcher, "write_mask", write_quickly)
-        patched.setattr(Matcher, "follow", follow_quickly)
-        run_all(lanes.quick)
-    rows.advance(collected(rows, [0]), np.zeros(1, dtype=np.int64), np.array([B], dtype=np.int32))
-    assert len(lanes.slow) == 1 and not lanes.quick
+def test_a_row_waits_for_a_lexer_until_another_row_ends(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row fails by the bound. Those that wait sit out steps."""
+    monkeypatch.setitem(GRAMMAR_LIMITS, "max_lexer_states", 500)
+    monkeypatch.setattr("data_plane.constraints.matchers.MAX_OWN_LEXERS", 1)
+    lanes = HeldLanes()
+    letters = "bzn"
+    rows, numbers = long_rows(lanes, vocabulary, letters)
+    run_all(lanes.slow)
+    # Row 0 had its mask when the lexer broke: it finds out with its next token.
+    masks = collected(rows, numbers)
+    advance(rows, masks, {number: ids_of(letters[number])[0] for number in numbers if number not in masks.waiting})
+    run_all(lanes.slow)
+    for _ in range(3):
+        masks = collected(rows, numbers)
+        assert len(masks.waiting) == 2 and not masks.failed and not lanes.slow
+    for num_left in (1, 0):
+        [ready] = set(numbers) - {numbers[index] for index in masks.waiting}
+        rows.free(np.array([ready], dtype=np.int32))
+        numbers.remove(ready)
+        masks = collected(rows, numbers)
+        run_all(lanes.slow)
+        masks = collected(rows, numbers)
+        assert len(masks.waiting) == num_left and not masks.failed
+    rows.free(np.array(numbers, dtype=np.int32))
+    assert rows.collect(np.arange(3), is_alone=False) is None
 
 
 def test_a_grammar_begins_on_the_threads_of_new_ones_and_goes_on_with_the_quick_ones(vocabulary: Vocabulary) -> None:
