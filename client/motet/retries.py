@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from motet.connection.contact import ServerContact, is_absence, is_made, is_said_by_server, is_undone
+from motet.connection.contact import ServerContact, is_absence, is_made, is_refused_stream, is_said_by_server, is_undone
 from motet.errors import Cancelled, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable, invalid_field
 
 MAX_TIMEOUT_S = 1e9  # 31 years; gRPC takes much longer ones for a time that is over
@@ -115,7 +115,10 @@ class Attempts:
             raise self.contact.explained(error)
         if not is_repeatable and not is_undone(error):
             raise self.contact.explained(error)
-        if is_absence(error):
+        if is_refused_stream(error):
+            self._absent_since_s = None
+            delay_s = self._policy.backoff_s(1, self._generator)
+        elif is_absence(error):
             delay_s = self._after_absence(error)
         else:
             self._absent_since_s = None

@@ -122,6 +122,18 @@ def test_a_change_that_was_made_is_not_repeated() -> None:
     assert len(call.waits) == 1
 
 
+def test_a_stream_that_finds_no_room_on_its_connection_is_tried_again_until_the_timeout(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The server is there and has begun nothing. It was taken for gone: warned of, and given up after an absence."""
+    caplog.set_level(logging.INFO, "motet")
+    full = Unavailable("Stream removed (RST_STREAM (Received RST_STREAM with error code 7))")
+    call = Call(RetryPolicy(max_attempts=2, max_absence_s=3), timeout_s=60.0)
+    with pytest.raises(Unavailable, match=r"^the server at host:50051 has no room for another call on .* not tried"):
+        call.run(*[full for _ in range(1000)], is_repeatable=False)
+    assert sum(call.waits) > 59 and max(call.waits) <= 0.3 and not caplog.messages
+
+
 def test_errors_that_waiting_does_not_mend_are_raised_as_they_are() -> None:
     call = Call()
     for error in (InvalidArgument("no"), ResourceExhausted("full", retry_after_s=1.0), Cancelled("no", reason="X")):

@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 # Prefixes of gRPC's own texts for calls that never left this machine.
 _UNRESOLVED = ("errors resolving", "DNS resolution failed")
 _UNSENT = ("failed to connect to all addresses", *_UNRESOLVED)
+# gRPC's text for HTTP/2's REFUSED_STREAM (RFC 9113, 8.7): the connection has as many streams as the server allows, and
+# none of this call was looked at. A server counts a stream for a moment after its end.
+_REFUSED_STREAM = "Received RST_STREAM with error code 7"
 _LAST_ERROR = re.compile(r".*last error: [A-Z_]+: (?:\S+: )?(?:Failed to connect to remote host: )?(.*)", re.DOTALL)
 # Address forms of gRPC that are no HOST:PORT.
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:", "passthrough:")
@@ -48,7 +51,14 @@ def check_target(target: str) -> str:
 
 def is_absence(error: MotetError) -> bool:
     """Whether no server took the call: none was reached, the connection broke, or the server is shutting down."""
-    return isinstance(error, Unavailable) and (not is_said_by_server(error) or error.reason == _DRAINING)
+    if not isinstance(error, Unavailable) or is_refused_stream(error):
+        return False
+    return not is_said_by_server(error) or error.reason == _DRAINING
+
+
+def is_refused_stream(error: MotetError) -> bool:
+    """Whether the server is there, and the connection has no room for the call's stream at present."""
+    return isinstance(error, Unavailable) and not is_said_by_server(error) and _REFUSED_STREAM in error.message
 
 
 def is_unsent(error: MotetError) -> bool:
@@ -57,8 +67,10 @@ def is_unsent(error: MotetError) -> bool:
 
 
 def is_undone(error: MotetError) -> bool:
-    """Whether no server can have begun what the call requests: none got it, or one that shuts down refused it."""
-    return is_unsent(error) or (isinstance(error, Unavailable) and error.reason == _DRAINING)
+    """Whether no server can have begun what the call requests: none got it, or it refused the call unseen."""
+    return (
+        is_unsent(error) or is_refused_stream(error) or (isinstance(error, Unavailable) and error.reason == _DRAINING)
+    )
 
 
 def is_made(error: MotetError) -> bool:
@@ -90,7 +102,7 @@ class ServerContact:
 
     def failed(self, error: MotetError) -> None:
         """An attempt ended with `error`."""
-        if not isinstance(error, Unavailable) or is_said_by_server(error):
+        if not isinstance(error, Unavailable) or is_said_by_server(error) or is_refused_stream(error):
             # A deadline and a cancelled call say nothing of the server, everything else is its response.
             if not isinstance(error, (DeadlineExceeded, Cancelled)):
                 self.responded()
@@ -109,6 +121,11 @@ class ServerContact:
         """`error`, with the server's address and the likely cause where gRPC's own text has neither."""
         if is_said_by_server(error):
             return error
+        if is_refused_stream(error):
+            return error.replaced(
+                f"the server at {self.target} has no room for another call on this connection; try again in a moment",
+                reason="CONNECTION_FULL",
+            )
         if isinstance(error, Unavailable):
             match = _LAST_ERROR.fullmatch(error.message)
             cause = match[1] if match else error.message
