@@ -110,7 +110,9 @@ def _too_small(measured: Measured, demand: Demand, config: WorkerConfig, room: i
     parts = ", ".join(f"{name} {size(held)}" for name, held in taken.items() if held)
     flags = "--token-budget, --max-rows" + (", --host-kv-bytes" if demand.host_kv_bytes else "")
     flags += ", --pinned-bytes" if demand.pinned_bytes else ""
+    flags += ", --memory-headroom-bytes" if config.memory_headroom_bytes else ""
+    raised = ", or raise --memory-utilization" if config.memory_utilization is not None else ""
     return (
         f"{flag} leaves {max(room, 0)} bytes, and no KV block of {demand.bytes_per_block} bytes fits: {parts}; "
-        f"lower {flags} or --arena-bytes"
+        f"lower {flags} or --arena-bytes{raised}"
     )

@@ -76,10 +76,15 @@ def test_no_more_blocks_are_made_than_rows_can_use() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"memory_utilization": 0.4}, r"^--memory-utilization: 0\.4 of 1000 B leaves 0 bytes, and no KV block of 10 "),
+        (
+            {"memory_utilization": 0.4},
+            r"^--memory-utilization: 0\.4 of 1000 B leaves 0 bytes, and no KV block of 10 .*; lower --token-budget, "
+            r"--max-rows or --arena-bytes, or raise --memory-utilization$",
+        ),
         (
             {"memory_headroom_bytes": 545},
-            r"^--num-blocks: 1000 B of memory .* the headroom 545 B; lower --token-budget",
+            r"^--num-blocks: 1000 B of memory .* the headroom 545 B; lower --token-budget, --max-rows, "
+            r"--memory-headroom-bytes or --arena-bytes$",
         ),
     ],
 )
