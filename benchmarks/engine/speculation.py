@@ -3,10 +3,11 @@
     python -m benchmarks.engine.speculation [--mode auto] [--rows 1,8,64] [--adapters 0,8] [--tokens N] [--rounds N]
 
 The model has the shape of the random one, and text by construction: its likeliest token follows from the last one, in
-circles of 8 tokens. Three kinds of text: "repetitive" is greedy, "random" is drawn from nearly all tokens, and "few
-words" is drawn from 12 tokens, so that drafts are found all the time and are wrong. Both sides run plans of 4 steps and
-must return the same tokens. Printed are the ratios of their throughputs (above 1: drafts gain), median and range over
-the rounds, and the drafts accepted.
+circles of 8 tokens. Four kinds of text: "repetitive" is greedy, "random" is drawn from nearly all tokens, "few words"
+is drawn from 12 tokens, so that drafts are found all the time and are wrong, and "drifting" follows one of two circles
+and leaves it with one token in five, so that most drafts are right. Both sides run plans of 4 steps and must return the
+same tokens. Printed are the ratios of their throughputs (above 1: drafts gain), median and range over the rounds, and
+the drafts accepted.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ NUM_PROMPT = 16
 BLOCK_SIZE = 16
 CIRCLE = 8  # tokens
 FIRST_TOKEN = 8  # of those that prompts have; those before are special
-TEXTS = ("repetitive", "random", "few words")
 FEW_WORDS = np.arange(100, 112, dtype=np.int32)
+TWO_CIRCLES = np.arange(96, 112, dtype=np.int32)
+TEMPERATURES = {"repetitive": 0.0, "random": 100.0, "few words": 100.0, "drifting": 7.8}
+TEXTS = tuple(TEMPERATURES)
+DRAWN_FROM = {"few words": FEW_WORDS, "drifting": TWO_CIRCLES}
 
 
 def main() -> None:
@@ -141,21 +145,22 @@ class Run:
         rng = np.random.default_rng(seed)
         blocks_of_row = -(-(NUM_PROMPT + num_tokens + 1) // BLOCK_SIZE)
         new_rows = []
-        few = {"biased_token_ids": FEW_WORDS, "biases": np.full(len(FEW_WORDS), 1e4, dtype=np.float32)}
+        few = DRAWN_FROM.get(text)
         for row in range(num_rows):
-            if text == "few words":
-                prompt = rng.choice(FEW_WORDS, NUM_PROMPT)
+            if few is not None:
+                prompt = rng.choice(few, NUM_PROMPT)
             else:
                 prompt = rng.integers(FIRST_TOKEN, engine.capacities.vocab_size, NUM_PROMPT).astype(np.int32)
             if text == "repetitive":  # it enters a circle at once, which its prompt holds already
                 begin = prompt[0] - prompt[0] % CIRCLE
                 prompt[-2 * CIRCLE :] = begin + np.arange(2 * CIRCLE) % CIRCLE
             sampling = RowSampling(
-                temperature=0.0 if text == "repetitive" else 100.0,
+                temperature=TEMPERATURES[text],
                 top_k=0,
                 top_p=1.0,
                 seed=seed + row,
-                **(few if text == "few words" else {}),  # type: ignore[arg-type]
+                biased_token_ids=few,
+                biases=None if few is None else np.full(len(few), 1e4, dtype=np.float32),
             )
             new_rows.append(
                 NewRow(

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # Tokens of a row in which its last ones are searched: about 10 us on one core of an EPYC.
 WINDOW = 8192
 _LONGEST, _SHORTEST = 3, 2  # tokens that must be found again for a draft
-_WEIGHT = 0.25  # of the latest pass in a row's share of accepted drafts
+_WEIGHT = 0.25  # of the latest draft that was compared in a row's share of accepted drafts
 _FIRST_SHARE = 0.6  # of a row that was not measured yet: three rejected passes end its drafts
 _LEAST_SHARE = 0.3  # of drafts accepted; below it a row stops drafting
 _SHARE_AFTER_PAUSE = 0.4  # so that two bad passes end the retry
@@ -62,7 +62,7 @@ class DraftRow:
     share: float = _FIRST_SHARE  # running mean: how likely a draft is accepted if those before it are
     pause: int = 0  # tokens left until it drafts again
     next_pause: int = FIRST_PAUSE
-    num_measured: int = 0  # passes that `share` comes from
+    num_measured: int = 0  # drafts that `share` comes from
     tried: tuple[int, list[int]] = (0, [])  # drafts that were not verified, and the tokens that were known before them
     early: deque[EarlyToken] = field(default_factory=deque)  # results ahead of the plan's steps
 
@@ -77,11 +77,13 @@ class DraftRow:
     def note_verified(self, num_accepted: int, num_drafted: int) -> None:
         """A pass accepted so many of the row's drafts. A row that gains too little pauses, and longer each time.
 
-        Drafts behind the first rejected one say nothing: of 3 drafts with 1 accepted, one of two tries was right.
+        Drafts behind the first rejected one say nothing: of 3 drafts with 1 accepted, one of two tries was right. Each
+        try counts, so that a row whose drafts are all right is known after few passes.
         """
-        share = num_accepted / min(num_accepted + 1, num_drafted)
-        self.num_measured += 1
-        self.share += (share - self.share) * max(_WEIGHT, 1 / (1 + self.num_measured))
+        num_tries = min(num_accepted + 1, num_drafted)
+        share = num_accepted / num_tries
+        self.num_measured += num_tries
+        self.share += (share - self.share) * max(1 - (1 - _WEIGHT) ** num_tries, num_tries / (1 + self.num_measured))
         if self.share < _LEAST_SHARE:
             self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, _LONGEST_PAUSE)
             self.share = _SHARE_AFTER_PAUSE

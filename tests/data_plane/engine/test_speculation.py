@@ -19,7 +19,7 @@ from motet.v1 import types_pb2
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.pass_costs import PassCosts
-from data_plane.engine.speculation import FIRST_PAUSE, MANY_STEPS, DraftRow
+from data_plane.engine.speculation import MANY_STEPS, DraftRow
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import NewRow, RowConstraint, RowSampling, StepOutput, StepPlan, Vocabulary
 from tests.data_plane.constraints.lanes import in_time
@@ -275,27 +275,6 @@ def test_auto_changes_no_result_whatever_it_measures(
     assert_same(auto, plain)
 
 
-def test_drafts_that_no_pass_verified_are_compared_with_what_came() -> None:
-    row = DraftRow(array(LOOP), len(LOOP))
-    first = row.share
-    row.tried = row.num_tokens, [7, 8, 9]
-    for token in (7, 8):
-        row.append(token)
-        row.compare_tried()
-        assert (row.share, row.num_measured) == (first, 0), "the last token in the drafts' place is not known"
-    row.append(9)
-    row.compare_tried()
-    assert row.share > first and row.num_measured == 1
-    row.compare_tried()
-    assert row.num_measured == 1, "drafts count once"
-    good = row.share
-    row.tried = row.num_tokens, [10, 2, 7]
-    for token in (10, 11, 7):
-        row.append(token)
-    row.compare_tried()
-    assert row.num_measured == 2 and row.share < good
-
-
 @pytest.mark.parametrize("num_right", range(4))
 def test_a_rejection_at_every_position(
     engines: tuple[TorchEngine, TorchEngine], monkeypatch: pytest.MonkeyPatch, num_right: int
@@ -404,33 +383,3 @@ def test_drafts_stay_within_the_token_budget_and_the_logits_that_a_pass_keeps(
     outputs = [engine.execute(StepPlan(8 + index, num_more=2 - index)) for index in range(3)]
     # Two rows with two drafts each are six tokens, four of them drafts.
     assert [output.num_drafted for output in outputs] == [2, 0, 0]
-
-
-def test_a_row_whose_drafts_are_rejected_stops_and_tries_again() -> None:
-    row = DraftRow(array(LOOP), len(LOOP))
-    assert row.look_up()[:3] == [7, 8, 9]
-    num_passes = 0
-    while row.pause == 0:
-        row.note_verified(0, 3)
-        num_passes += 1
-    assert 2 <= num_passes <= 8 and row.look_up() == []
-    for token in range(FIRST_PAUSE):
-        row.append(LOOP[token % 5])
-    assert row.look_up()
-    row.note_verified(0, 3)
-    row.note_verified(0, 3)
-    assert row.pause == 2 * FIRST_PAUSE, "the next pause is longer"
-
-
-@pytest.mark.parametrize(
-    ("tokens", "draft"),
-    [
-        ([1, 2, 3, 4, 1, 2, 3], [4, 1, 2, 3]),  # a loop goes on
-        ([1, 2, 3, 9, 5, 2, 3, 8, 1, 2, 3], [9, 5]),  # three tokens say more than two
-        ([5, 2, 3, 8, 6, 2, 3], [8, 6]),
-        ([1, 2, 3], []),
-        ([3], []),
-    ],
-)
-def test_a_draft_is_what_followed_the_longest_match(tokens: list[int], draft: list[int]) -> None:
-    assert DraftRow(array(tokens), len(tokens)).look_up()[: len(draft) or None] == draft
