@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from gateway.http.keys import current_key, current_owner
 from gateway.http.settings import HttpSettings
 
 JUDGED_S = 600.0  # so long a key that Motet accepted is one whose bodies are read
+PROBE_S = 2.0  # in which the server responds to a probe
 MAX_JUDGED = 4096  # keys; the oldest are judged again
 
 
@@ -62,10 +64,11 @@ class Upstream:
             del self._judged[next(iter(self._judged))]
 
     async def is_reachable(self) -> bool:
-        """Whether Motet responds, be it with a refusal."""
+        """Whether Motet responds within PROBE_S, be it with a refusal."""
         try:
-            await self._without_key.status()
-        except Unavailable:
+            async with asyncio.timeout(PROBE_S):
+                await self._without_key.status()
+        except (Unavailable, TimeoutError):
             return False
         except MotetError:
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ async def test_a_request_without_a_key_passes_where_the_operator_says_so(certifi
     upstream = Upstream(HttpSettings(**certificate, allow_keyless=True))  # type: ignore[arg-type]  # paths alone
     set_key("")
     assert upstream.client is not None
+    await upstream.close()
+
+
+async def test_a_server_that_is_gone_or_says_nothing_is_soon_known_not_to_respond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A probe does not wait as a request does; a server that hangs was taken for one that responds."""
+    monkeypatch.setattr("gateway.http.upstream.PROBE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        upstream = Upstream(HttpSettings(server=address, server_absence_s=3600))
+        assert not await upstream.is_reachable()
+    assert not await upstream.is_reachable()
     await upstream.close()
 
 
