@@ -49,23 +49,13 @@ class TenantStats:
 class VirtualCounters:
     """Accounts of all tenants, made as they come."""
 
-    def __init__(
-        self,
-        weights: Mapping[str, float] | None = None,
-        *,
-        default_weight: float = 1.0,
-        prefill_weight: float = PREFILL_WEIGHT,
-        decode_weight: float = DECODE_WEIGHT,
-    ) -> None:
+    def __init__(self, weights: Mapping[str, float] | None = None, *, default_weight: float = 1.0) -> None:
         """Raises ValueError for a weight that is not a finite number above zero."""
         self._weights = dict(weights or {})
-        named = [*self._weights.items(), ("default_weight", default_weight)]
-        for name, weight in [*named, ("prefill_weight", prefill_weight), ("decode_weight", decode_weight)]:
+        for name, weight in [*self._weights.items(), ("default_weight", default_weight)]:
             if not 0 < weight < float("inf"):
-                raise ValueError(f"{name}: weight {weight} is no finite number above 0")
+                raise ValueError(f"{name}: weight {weight} is not a finite number above 0")
         self._default_weight = default_weight
-        self._prefill_weight = prefill_weight
-        self._decode_weight = decode_weight
         self._tenants: dict[str, Tenant] = {}
         self._max_tenants = MIN_KEPT_TENANTS  # accounts at which idle ones are forgotten
         # Every waiting tenant is here once, at a counter that it had; a counter never falls, so the front is corrected
@@ -90,7 +80,7 @@ class VirtualCounters:
 
     def price_of(self, tenant: str, num_tokens: int) -> float:
         """What computing `num_tokens` of a prompt adds to the tenant's counter."""
-        return self._prefill_weight * num_tokens / self._tenant(tenant).weight
+        return PREFILL_WEIGHT * num_tokens / self._tenant(tenant).weight
 
     def of_other_units(self) -> VirtualCounters:
         """Accounts with the same weights, all at zero, to count something else."""
@@ -138,12 +128,12 @@ class VirtualCounters:
         """The tenant got this many generated tokens."""
         account = self._tenant(tenant)
         account.num_decode_tokens += num_tokens
-        account.counter += self._decode_weight * num_tokens / account.weight
+        account.counter += DECODE_WEIGHT * num_tokens / account.weight
 
     def charge_idle(self, tenant: str, num_rows: int) -> None:
         """Charge a tenant for rows that one step kept free for its request while others waited for them."""
         account = self._tenant(tenant)
-        account.counter += self._decode_weight * num_rows / account.weight
+        account.counter += DECODE_WEIGHT * num_rows / account.weight
 
     def stats(self) -> list[TenantStats]:
         """All tenants by name."""

@@ -25,8 +25,6 @@ MEMORY = torch.zeros(64, dtype=torch.int64)  # begins at a multiple of 64 bytes
 WHOLE = 48  # an integer's usual value: a multiple of 16
 ODD_INTEGERS = (1, 0, 17, 64, -1, -16, 2**31 - 1, 2**31, 2**31 + 1, 2**40, True, 0.5)
 
-ODD_OPTIONS = ({"num_warps": 8}, {"num_stages": 2}, {"enable_fp_fusion": False}, {"num_warps": 2, "num_stages": 1})
-
 
 class NotedLauncher:
     """In the place of Triton's launcher: notes what is launched."""

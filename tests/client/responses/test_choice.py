@@ -17,7 +17,6 @@ CALLS: dict[str, Any] = {
     "transform": {"type": "function", "function": "{content}"},
 }
 OWN: dict[str, Any] = {"fields": {"tool_calls": CALLS, "content": {}}}
-WITHOUT_OPEN = {key: value for key, value in CALLS.items() if key != "open"}
 FIXED_NAME = {**CALLS, "transform": {"function": {"name": "f", "arguments": "{content}"}}}
 
 
