@@ -39,7 +39,7 @@ _PATTERNS = (
     # User and password of a URL; the password may hold anything that is not white space or a quote.
     (re.compile(r"(://)(?:[^\s/@:'\"]*:[^\s'\"]*|[^\s/@'\"]+)@"), rf"\1{HIDDEN}@"),
     (re.compile(r"\b(bearer\s+)[^\s'\",;]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    # An API key keeps its id, which is no secret and says which key to revoke.
+    # An API key keeps its id, which is not a secret and says which key to revoke.
     (re.compile(r"\b(motet_[0-9A-Za-z-]{1,64}_)[0-9A-Za-z]{43}(?![0-9A-Za-z])"), rf"\1{HIDDEN}"),
     # Tokens of the Hub and of Google Cloud, by their first letters.
     (re.compile(r"\b(?:(hf_)[0-9A-Za-z]{16,}|(ya29\.)[\w.-]{16,})"), rf"\1\2{HIDDEN}"),
@@ -90,7 +90,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of an environment that are no secret by their name, and no URL with a password."""
+    """The variables of an environment that are not a secret by their name, and no URL with a password."""
     return {name: value for name, value in environ.items() if not (is_secret_name(name) or has_password(value))}
 
 
@@ -100,7 +100,7 @@ def split_url(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.hostname, parts.port
     except ValueError:
-        # The original text may hold a part of the password, which is no port.
+        # The original text may hold a part of the password, which is not a port.
         raise ValueError(
             "cannot be read as SCHEME://USER:PASSWORD@HOST:PORT/PATH; write special characters of the password as "
             "%XX, such as %2F for a slash"

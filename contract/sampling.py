@@ -67,7 +67,7 @@ def _parameter(field: Any) -> Parameter:
 
 _FIELDS = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 PARAMETERS = tuple(_parameter(field) for field in _FIELDS.values() if field.message_type is None)
-_BIAS: Any = _option(_FIELDS["logit_bias"])  # the one parameter that is no number
+_BIAS: Any = _option(_FIELDS["logit_bias"])  # the one parameter that is not a number
 MIN_BIAS, MAX_BIAS = _BIAS.lowest, _BIAS.highest
 
 _NAMES = tuple((item.name, item.attribute, item.default) for item in PARAMETERS)

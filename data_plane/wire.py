@@ -248,19 +248,19 @@ def _encode_pooled(pooled: PooledRow) -> plan_pb2.PooledRow:
 
 def _ints(data: bytes, name: str) -> Int32Array:
     if len(data) % 4:
-        raise PlanRefused(f"{name}: {len(data)} bytes are no whole number of int32")
+        raise PlanRefused(f"{name}: {len(data)} bytes are not a whole number of int32")
     return np.frombuffer(data, dtype=_INT32)
 
 
 def _floats(data: bytes, name: str) -> Float32Array:
     if len(data) % 4:
-        raise PlanRefused(f"{name}: {len(data)} bytes are no whole number of float32")
+        raise PlanRefused(f"{name}: {len(data)} bytes are not a whole number of float32")
     return np.frombuffer(data, dtype=_FLOAT32)
 
 
 def _pairs(data: bytes, name: str) -> Int32Array:
     if len(data) % 8:
-        raise PlanRefused(f"{name}: {len(data)} bytes are no whole number of int32 pairs")
+        raise PlanRefused(f"{name}: {len(data)} bytes are not a whole number of int32 pairs")
     return np.frombuffer(data, dtype=_INT32).reshape(-1, 2)
 
 

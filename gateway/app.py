@@ -76,7 +76,7 @@ def gateway_app(config: GatewayConfig, place: Place | None = None) -> ASGIApp:
 
 
 def _redirect_nothing(router: Router) -> None:
-    """A path with a slash too many is not served, like any other that is no route.
+    """A path with a slash too many is not served, like any other that is not a route.
 
     A redirect would name this server as the client sees it only where no proxy with TLS stands before it: else a client
     sends its key once more, without TLS.

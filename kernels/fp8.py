@@ -64,7 +64,7 @@ def check_scales(key_cache: torch.Tensor, value_cache: torch.Tensor, key_scale: 
 
 
 def fp8_refusal(device: torch.device, what: str = "FP8 KV caches") -> str | None:
-    """Why the GPU cannot serve what is in FP8, or None if it can, or is no NVIDIA GPU."""
+    """Why the GPU cannot serve what is in FP8, or None if it can, or is not an NVIDIA GPU."""
     capability = _capability(device.index) if device.type == "cuda" and torch.version.cuda else NEEDED_CAPABILITY
     if capability >= NEEDED_CAPABILITY:
         return None

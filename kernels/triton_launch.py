@@ -3,8 +3,8 @@
 For each launch Triton binds the arguments, describes the type of each, whether it is 1 and whether it is a multiple of
 16, and looks the compiled kernel up by the text of all that. Here the first launch of a kernel generates a function
 that builds a short key of the same facts, and calls what Triton compiled for it directly. Keys that are new, and
-arguments out of the ordinary, go through Triton: a pointer that is no multiple of 16, a number outside 0 to 2^31 - 1,
-another type than in the kernel's first launch, a tensor that is not on the current device, hooks of a profiler.
+arguments out of the ordinary, go through Triton: a pointer that is not a multiple of 16, a number outside
+0 to 2^31 - 1, another type than in the first launch, a tensor that is not on the current device, hooks of a profiler.
 
 Triton's own calls are those of KNOWN_TRITON. With another version, and with its interpreter, `kernel` is triton.jit.
 """

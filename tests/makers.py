@@ -124,7 +124,7 @@ def make_adapter(
     """Write a random LoRA adapter for `checkpoint` with PEFT and return `directory`.
 
     For a mixture of experts "all-linear" means the attention linears: with PEFT's own meaning it would wrap the
-    stacked expert weights too, which are no linears. `scale_b` is the standard deviation of B: 0 gives an adapter
+    stacked expert weights too, which are not linears. `scale_b` is the standard deviation of B: 0 gives an adapter
     that changes nothing. `config` are further fields of LoraConfig. For GPT-2's transposed linears fan_in_fan_out is
     set, as PEFT requires. `resize` is the size of the model's vocabulary when it is trained: its new rows are random
     and saved. So are the rows of modules_to_save and trainable_token_indices.

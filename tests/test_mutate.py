@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def mutate() -> ModuleType:
-    """The program, which is no package."""
+    """The program, which is not a package."""
     spec = importlib.util.spec_from_file_location("mutate", ROOT / ".ci" / "mutate.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

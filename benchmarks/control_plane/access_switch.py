@@ -57,7 +57,7 @@ class Switch:
 
 
 class SwitchedLog(AuditLog):
-    """An audit log that is none while the switch is off."""
+    """An audit log that writes nothing while the switch is off."""
 
     switch: Switch
 

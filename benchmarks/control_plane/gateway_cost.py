@@ -3,7 +3,7 @@
 `python -m benchmarks.control_plane.gateway_cost` prints one JSON object. The worker only hashes and takes
 `--step-time-ms` for a step, 0 for what the ways cost by themselves; with `--model 205m` it computes prompts of
 `--prompt-tokens`. The time to first token is of one request at a time; the ways alternate, and the clients stand in
-this process. A prompt is used whose first token is text by itself: one that is none has no event over HTTP.
+this process. A prompt is used whose first token is text by itself: a token that is not has no event over HTTP.
 Tokens per second are of concurrent streams, also divided by the CPU time of all processes of the gateway.
 """
 
@@ -82,7 +82,7 @@ async def grpc_first_token_s(client: AsyncClient, prompt: Prompt, num_tokens: in
 async def find_prompt(client: AsyncClient, prompts: Iterator[Prompt]) -> Prompt:
     """The first of them whose first token is text."""
     for prompt in itertools.islice(prompts, MAX_PROMPTS):
-        # Two tokens: after the last one, what is no text by itself is text all the same.
+        # Two tokens: after the last one, what is not text by itself is text all the same.
         async with client.generate(prompt, max_tokens=2, ignore_eos=True) as stream:
             if (await anext(stream)).text:
                 return prompt

@@ -56,7 +56,7 @@ def main() -> None:
     adapters = [int(count) for count in arguments.adapters.split(",")]
     texts = arguments.texts.split(",")
     if unknown := set(texts) - set(TEXTS):
-        parser.error(f"--texts: {sorted(unknown)} are none of {', '.join(TEXTS)}")
+        parser.error(f"--texts: {sorted(unknown)} are not among {', '.join(TEXTS)}")
     model_dir = make_circling(arguments.model_shape, arguments.cache)
     adapter_dirs = make_adapters(arguments.model_shape, max(adapters), arguments.cache)
     engines = {}

@@ -50,7 +50,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None = 
 
 
 def looked_up(ids: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    """In the place of an embedding: ids that no kernel computed are none."""
+    """In the place of an embedding: ids that no kernel computed are not token ids."""
     return weight.new_empty(*ids.shape, weight.shape[1])
 
 
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}, no GPU")
     with tempfile.TemporaryDirectory(prefix="motet-host-time-") as name, hollow_gpu(Path(name)) as count:
         driver = make_driver(Path(name) / "model", options)
-        torch.set_num_threads(1)  # building an engine sets it: what a second thread does is no host time of a GPU
+        torch.set_num_threads(1)  # building an engine sets it: what a second thread does is not host time of a GPU
         with branches_of_a_gpu():
             print(
                 f"{'eager step':<28} {'bound':<7} {'launches':>8} {'least ms':>9} {'median ms':>9} {'us/launch':>10} "

@@ -393,7 +393,7 @@ class PushedVersion:
     """What a push gave. Times are the server's, in seconds."""
 
     adapter: Adapter
-    num_workers: int  # that had the version on their device when new requests got it; 0 for callers that are no admins
+    num_workers: int  # that had the version on their device when new requests got it; 0 for callers that are not admins
     receive_s: float  # from the header to the last byte
     pack_s: float  # checking, converting, hashing
     cache_s: float  # writing to the host cache, where several workers load it from there; else about 0

@@ -104,7 +104,7 @@ class _Server(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - the base class has them
-        """A client that left is no news; a mistake of ours in a scrape is."""
+        """A client that left is not news; a mistake of ours in a scrape is."""
         logger.debug("metrics request failed", exc_info=True)
 
 

@@ -60,5 +60,5 @@ class Authenticator:
                 raise expired.of(replace(principal, roles=frozenset()))
             return principal
         if presented.token:
-            raise Unauthenticated(f"the token is none that this server knows; {_HOW}")
+            raise Unauthenticated(f"the token is not one that this server knows; {_HOW}")
         raise Unauthenticated(f"this server needs a credential; {_HOW}")

@@ -18,12 +18,12 @@ _MAX_HOST_NAME_CHARS = 253
 
 
 def uri_identity(text: str) -> str | None:
-    """A URI as an identity; None if it is none."""
+    """A URI as an identity; None if it is not one."""
     return text if _URI.fullmatch(text) else None
 
 
 def dns_identity(text: str) -> str | None:
-    """A DNS name as an identity, lower-case; None if it is none."""
+    """A DNS name as an identity, lower-case; None if it is not one."""
     name = text.lower()
     if not text.isascii() or len(name) > _MAX_HOST_NAME_CHARS or not _HOST_NAME.fullmatch(name):
         return None
@@ -31,7 +31,7 @@ def dns_identity(text: str) -> str | None:
 
 
 def address_identity(text: str) -> str | None:
-    """An IPv4 or IPv6 address as an identity, in its one short form; None if it is none."""
+    """An IPv4 or IPv6 address as an identity, in its one short form; None if it is not one."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:

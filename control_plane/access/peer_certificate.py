@@ -21,7 +21,7 @@ MAX_HOLDER_CHARS = 255
 
 @dataclass(frozen=True, slots=True)
 class PeerCertificate:
-    """What a verified certificate says of its owner. Names that are no identities are left out."""
+    """What a verified certificate says of its owner. Names that are not identities are left out."""
 
     dns_names: tuple[str, ...]  # lower-case
     uris: tuple[str, ...]

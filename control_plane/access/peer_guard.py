@@ -1,4 +1,6 @@
-"""Refuses calls of peers whose certificate has expired or is on the deny list, and ends their calls when it gets there.
+"""Refuses calls of peers whose certificate has expired or is on the deny list.
+
+Calls that run are ended when the certificate of their peer expires or is added to the list.
 
 Needs the package cryptography. server.py imports it only where clients present certificates.
 """

@@ -204,7 +204,7 @@ class Verifier:
 
 
 def largest_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """The largest difference of two lists of rows; NOT_FINITE if any of them is no number."""
+    """The largest difference of two lists of rows; NOT_FINITE if any of them is not a number."""
     pairs = (pair for rows in zip(one, other, strict=True) for pair in zip(*rows, strict=True))
     differences = [abs(a - b) for a, b in pairs]
     # max() leaves a NaN out that is not first: every comparison with it is false.

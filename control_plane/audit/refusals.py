@@ -1,4 +1,4 @@
-"""How many lines of the audit log refusals may take: a flood of them fills no disk.
+"""Bounds the lines of the audit log about refusals, so that a flood of refusals does not fill the disk.
 
 For each caller and reason a limited number of refusals a second get a line. The rest are counted, and the count gets a
 line when the second is over. Used from one event loop.

@@ -1,4 +1,4 @@
-"""How much work there is for workers, as whoever starts and stops workers has to know it."""
+"""How much work there is for workers. Autoscalers start and stop workers by it."""
 
 from __future__ import annotations
 

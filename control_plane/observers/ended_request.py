@@ -1,4 +1,4 @@
-"""One request that ended, as whoever observes requests learns of it."""
+"""One request that ended, as the observers of requests receive it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class RequestSpans:
         span.end(end)
 
     def refused(self, reason: str) -> None:
-        """A call that was refused has no span: it was no request yet."""
+        """A call that was refused has no span: it was not a request yet."""
 
     def close(self) -> None:
         """Send what waits. Blocks, for at most the exporter's time limit."""

@@ -1,4 +1,7 @@
-"""How long the steps between a request and its weights take: who measures them calls this, and metrics implement it."""
+"""How long the steps between a request and its weights take.
+
+The parts that measure a step call this interface; the metrics implement it.
+"""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class AdapterVersion:
     num_rows: int = 0  # rows of embedding and head that it replaces or adds
     files: tuple[str, ...] = ()  # documents that it has beside its weights, sorted (registry/companions)
     min_rank: int = 0  # of a module; 0: registered before it was kept
-    # Kinds of tensors that its modules have, as the packed layout calls them, sorted. What is no plain LoRA has further
-    # ones. Empty: registered before they were kept.
+    # Kinds of tensors that its modules have, as the packed layout calls them, sorted. What is not plain LoRA has
+    # further ones. Empty: registered before they were kept.
     parts: tuple[str, ...] = ()
     signature: SignatureVerdict | None = None  # of the files that it was registered from; None: they had none
     source: str = ""  # where CreateAdapter found its files, with the commit on a Hub; empty: they were uploaded

@@ -1,6 +1,6 @@
 """The counts of a scheduler, computed again from what its sequences hold and compared with what its parts say.
 
-For tests and the random walk: it looks at everything, so it is no part of a step.
+For tests and the random walk: it looks at everything, so it is not part of a step.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Parts of the control plane that take some building; called by server.py."""
+"""Builds parts of the control plane; called by server.py."""

@@ -1,4 +1,4 @@
-"""Python's collections of garbage, as a server needs them.
+"""Python's garbage collection, run so rarely that it does not hold up a server.
 
 A full collection walks every object that is not frozen, and nothing else runs meanwhile. gRPC makes 85 objects for
 a call, so beside 4,000 idle calls a walk takes a quarter of a second and more; Python would do it every few seconds.

@@ -1,4 +1,4 @@
-"""Blocks are finite before a row fills them, whatever the row before left in them."""
+"""Makes the values of KV blocks finite before a row fills them, whatever the previous row left there."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _check_kind(packed: PackedFiles) -> None:
         )
     if manifest.rope is not None:
         raise CannotMerge(
-            "rope_scaling: the adapter has a rotary embedding of its own, which is no weight; serve it as an adapter, "
+            "rope_scaling: the adapter has its own rotary embedding, which is not a weight; serve it as an adapter, "
             "or merge it without the field and put it into config.json of the result"
         )
     if manifest.head is not None:

@@ -75,7 +75,7 @@ def _with_weight(model: Any, name: str) -> Any:
     except AttributeError:
         is_matrix = False
     if not is_matrix:
-        raise CannotMerge(f"{name} is no module with a matrix and cannot be verified yet")
+        raise CannotMerge(f"{name} is not a module with a matrix and cannot be verified yet")
     return module
 
 

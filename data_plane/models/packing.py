@@ -294,7 +294,7 @@ def _random_ids(model: PreTrainedModel, count: int) -> torch.Tensor:
 
 
 def _free_number(model: PreTrainedModel, least: int) -> int:
-    """A number from `least` on that is no size of this model, so that tokens are recognised by their number."""
+    """A number from `least` on that is not a size of this model, so that tokens are recognised by their number."""
     numbers = {size for parameter in model.parameters() for size in parameter.shape}
     numbers |= set(_integers(model.config.to_dict()))
     taken = numbers | {2 * number for number in numbers} | {number // 2 for number in numbers}

@@ -89,7 +89,7 @@ def _load(client: Client, ended: threading.Event, seed: int) -> None:
             for _ in client.generate(prompt, adapter=names[turn % len(names)], max_tokens=16, ignore_eos=True):
                 pass
         except MotetError:
-            continue  # "nobody's" is no adapter: refusals are counted, too
+            continue  # "nobody's" is not an adapter: refusals are counted, too
 
 
 def _try_queries(url: str) -> int:

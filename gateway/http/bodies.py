@@ -34,7 +34,7 @@ _LATER = {"retry-after": "1", "retry-after-ms": "1000"}
 
 
 def decoded_as(body: bytes, kind: type[T]) -> T:
-    """A body as a message. Raises ValueError if it is none, whatever is wrong with it."""
+    """A body as a message. Raises ValueError if it is not one, whatever is wrong with it."""
     if not body or body.isspace():
         raise ValueError("it is empty; send a JSON object, {} if no field is to be set")
     if len(body) > MAX_CONTAINERS:

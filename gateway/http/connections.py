@@ -142,7 +142,7 @@ class Connection(H11Protocol):
             super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, in the form of every refusal. uvicorn calls this while it handles h11's error."""
+        """Refuse what is not HTTP, in the form of every refusal. uvicorn calls this while it handles h11's error."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             # Another response has begun: with two of them uvicorn fails and logs a traceback.
             self.transport.abort()

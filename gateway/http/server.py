@@ -20,7 +20,7 @@ from gateway.http.certificate import Certificate
 from gateway.http.connections import SWEEP_EVERY_S, Connections
 from gateway.http.settings import HttpSettings, split_address
 
-OTHER_FILES = 128  # open files that are no connections of callers
+OTHER_FILES = 128  # open files that are not connections of callers
 
 
 def bound(settings: HttpSettings, address: str = "", *, is_shared: bool = False) -> socket.socket:
@@ -56,7 +56,7 @@ async def serve(app: ASGIApp, settings: HttpSettings, listener: socket.socket, *
     Raises OSError if there may not be files enough, or a file of TLS cannot be used.
     """
     _make_room(settings.max_connections)
-    # It warns of every request that is none, as often as a caller sends one.
+    # It warns of every request that is not HTTP, as often as a caller sends one.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         app,

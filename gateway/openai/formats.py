@@ -95,6 +95,6 @@ def _tags(value: object) -> StructuralTags:
             raise refused(_OUTPUTS, f"has no trigger that {begin[:40]!r} begins with")
         schema, end = each.get("schema", {}), each.get("end", "")
         if not isinstance(schema, Mapping) or not isinstance(end, str):
-            raise refused(_OUTPUTS, "has a structure whose schema is no object, or whose end is no text")
+            raise refused(_OUTPUTS, "has a structure whose schema is not an object, or whose end is not a text")
         tags.append(StructuralTag(trigger, begin, end, json_schema=schema))
     return StructuralTags(tags)

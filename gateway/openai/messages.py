@@ -1,4 +1,4 @@
-"""Bodies of requests. A field that is not here is refused by name; so is one that is here in order to be refused."""
+"""Bodies of requests. Fields that no class declares are refused by name, and so are some that are declared."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ async def _feed(form: _Form, request: Request, most: int) -> None:
             408, f"{size} bytes of the upload came too slowly; send it again", headers={"connection": "close"}
         ) from None
     except FormParserError as error:
-        raise Refusal(400, f"the body is no multipart/form-data: {error}") from error
+        raise Refusal(400, f"the body is not multipart/form-data: {error}") from error
     form.finish()
 
 
@@ -146,7 +146,7 @@ class _Form:
     def finish(self) -> None:
         """Raise Refusal if the body ended too early."""
         if not self._is_whole:
-            raise Refusal(400, "the body is no multipart/form-data: it ends before its last boundary")
+            raise Refusal(400, "the body is not multipart/form-data: it ends before its last boundary")
 
     def close(self) -> None:
         """Close the file that is open, if one is."""

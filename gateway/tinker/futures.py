@@ -87,7 +87,7 @@ class Futures:
         return sample.outcome
 
     def cancel(self, request_id: str, owner: str) -> None:
-        """End a request, if it runs, and forget it. An unknown one is none to cancel."""
+        """End a request, if it runs, and forget it. An unknown one is ignored."""
         with contextlib.suppress(UnknownSample):
             self._drop(self._find(request_id, owner).owner, request_id)
 

@@ -20,7 +20,7 @@ MAX_NUM_SAMPLES = 1024  # Motet's bound; each has an id in the response of `asam
 
 
 def prompt_of(request: SampleRequest) -> list[int]:
-    """The token ids of the prompt. Raises Refusal for anything that is no token."""
+    """The token ids of the prompt. Raises Refusal for anything that is not a token."""
     for position, chunk in enumerate(request.prompt.chunks):
         if chunk.type != "encoded_text":
             raise Refusal(

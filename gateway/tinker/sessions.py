@@ -1,4 +1,4 @@
-"""What a sampling session samples from, and its id, which says it all: the gateway keeps no sessions.
+"""What a sampling session samples from. Its id carries all of that, so the gateway keeps no sessions.
 
     tinker://NAME              the version that is active when the session is created
     tinker://NAME@NUMBER       that version, as `motet adapters versions NAME` numbers them

@@ -40,7 +40,7 @@ class AdapterSegments:
     num_slots: int  # of the slot table that the slots are of; a block of any other slot has no adapter
     # int32 [num_blocks, COUNTS], zero between launches: how many parts of a sum are computed. None: parts stay apart.
     num_done: torch.Tensor | None = None
-    # int32 [T]: the slot of each token, of which others than 0 .. num_slots - 1 are none. None: not kept by token.
+    # int32 [T]: the slot of each token; a value outside 0 .. num_slots - 1 means no slot. None: not kept by token.
     token_slots: torch.Tensor | None = None
 
     @property

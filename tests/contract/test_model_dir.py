@@ -1,4 +1,4 @@
-"""What is given with --model and is no checkpoint directory gets its own sentence with the next step."""
+"""What is given with --model and is not a checkpoint directory gets its own sentence with the next step."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ async def test_headers_that_are_not_utf8_neither_close_a_port_nor_fill_the_log(t
                 response = await raw_call(match[1], b"/motet.v1.StatusService/GetStatus", *odd)
                 assert b"is not a valid tenant" in response.headers
                 response = await raw_call(match[1], b"/motet.v1.StatusService/GetStatus", *odd[1:])
-                assert b"the token is none that this server knows" in response.headers
+                assert b"the token is not one that this server knows" in response.headers
         server.terminate()
         _, err = await asyncio.wait_for(server.communicate(), STEP_S)
     finally:

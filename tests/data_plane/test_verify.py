@@ -160,7 +160,7 @@ def test_what_cannot_be_merged_is_refused_by_name_and_without_paths(
     with pytest.raises(AssertionError):
         merged(directory, checkpoint, adapter, (PROMPT, 0))
     refusal = (directory / "refusal.txt").read_text()
-    assert refusal.startswith("model.layers.1.self_attn.q_proj is no module") and str(tmp_path) not in refusal
+    assert refusal.startswith("model.layers.1.self_attn.q_proj is not a module") and str(tmp_path) not in refusal
 
 
 @pytest.mark.parametrize("form", ["lora", "dora"])
@@ -188,5 +188,5 @@ def test_over_fp8_weights_the_adapter_is_added_to_what_the_codes_stand_for(form:
     tolerance = tolerance_of("float32", base, base_rounding=roundings[0], rounding=roundings[1])
     error = largest_difference([expected(served.logits(PROMPT, form), PROMPT)], result["merged"])
     assert error <= tolerance < largest_difference(result["base"], result["merged"])
-    # The rounding of weights, which is no mistake of the adapter's serving, is not in the error.
+    # The rounding of weights, which is not a mistake of the adapter's serving, is not in the error.
     assert base < largest_difference([expected(served.logits(PROMPT), PROMPT)], plain["base"])

@@ -56,7 +56,7 @@ class Rig:
     engine: TorchEngine  # 12 blocks of 8 tokens, 16 in host memory; one request takes up to 6
     adapter: IngestedAdapter
     requests: list[Request]
-    drawn: dict[tuple[RequestId, int], list[int]]  # by request and index, of those that are no beam search
+    drawn: dict[tuple[RequestId, int], list[int]]  # by request and index, of those that are not a beam search
     oracle: Oracle
 
     def adapter_of(self, request: Request) -> str:

@@ -50,7 +50,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("system")
-    # Two ids of the vocabulary are no tokens of the tokenizer.
+    # Two ids of the vocabulary are not tokens of the tokenizer.
     checkpoint = make_tokenizer(make_checkpoint(directory / "model", arch="llama", vocab_size=258))
     plain = make_adapter(directory / "plain", checkpoint, rank=8, targets=["q_proj", "down_proj"], seed=2)
     targets = ["q_proj", "v_proj"]

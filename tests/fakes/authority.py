@@ -97,7 +97,7 @@ def raw_names(der: bytes) -> x509.UnrecognizedExtension:
     return x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, der)
 
 
-# One DNS name whose byte is no ASCII: OpenSSL and gRPC take it, and others cannot parse it.
+# One DNS name whose byte is not ASCII: OpenSSL and gRPC take it, and others cannot parse it.
 UNREADABLE_NAME = raw_names(b"\x30\x03\x82\x01\xff")
 
 

@@ -38,7 +38,7 @@ def is_running(fleet: InspectedFleet, request: Request) -> bool:
 
 
 def is_open(fleet: InspectedFleet, worker: LoopbackWorker) -> bool:
-    """Whether the worker takes requests that are no suspects."""
+    """Whether the worker takes requests that are not suspects."""
     return fleet.parts.isolation.is_open(worker.session)
 
 

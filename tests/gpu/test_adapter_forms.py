@@ -21,7 +21,7 @@ def test_lora_bias_and_dora_generate_as_peft(tmp_path: Path) -> None:
 
 
 def test_head_and_embedding_generate_as_peft(tmp_path: Path) -> None:
-    """Tied, multiplied when looked up, and with a vocabulary that is no whole number of pages' columns."""
+    """Tied, multiplied when looked up, and with a vocabulary that is not a whole number of pages' columns."""
     forms = outer_forms("embed_tokens", "v_proj")
     check_forms(tmp_path, "gemma3", forms, sizes={"vocab_size": 259}, device="cuda")
 

@@ -187,7 +187,7 @@ def all_cases(facts: Facts) -> Iterator[Case]:
 
 
 def fields_in(data: bytes, descriptor: Descriptor) -> set[str]:
-    """Full names of the fields that the bytes set; none if they are no message."""
+    """Full names of the fields that the bytes set; none if they are not a message."""
     try:
         return set_fields(GetMessageClass(descriptor).FromString(data))
     except DecodeError:

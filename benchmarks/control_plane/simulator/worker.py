@@ -108,7 +108,7 @@ class SimulatedWorker:
             num_bytes = command.arena_bytes
             self._slot_bytes[command.slot_idx] = num_bytes
             return self._costs.load(num_bytes, is_cached=self._cache.load(command.digest, num_bytes))
-        assert isinstance(command, EvictSlot), f"{command} is no slot command"
+        assert isinstance(command, EvictSlot), f"{command} is not a slot command"
         return self._costs.evict_s
 
     @property

@@ -134,7 +134,7 @@ def _present(directory: Path, names: tuple[str, ...]) -> list[Path]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is such a file. Raises InvalidArgument for a link that leads nowhere, and for what is no file."""
+    """Whether there is such a file. Raises InvalidArgument for a link that leads nowhere, or no file."""
     if path.is_file():
         return True
     if not (path.is_symlink() or path.exists()):

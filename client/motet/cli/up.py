@@ -200,7 +200,7 @@ def _argv_of(flags: Container[str], argv: Sequence[str]) -> list[str]:
     mine: list[str] = []
     is_mine = False
     for item in argv:
-        # No positional argument is left: what is no flag is the value of the flag before it.
+        # No positional argument is left: what is not a flag is the value of the flag before it.
         if item.startswith("--"):
             is_mine = item.partition("=")[0] in flags
         if is_mine:

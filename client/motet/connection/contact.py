@@ -20,7 +20,7 @@ _UNSENT = ("failed to connect to all addresses", *_UNRESOLVED)
 # none of this call was looked at. A server counts a stream for a moment after its end.
 _REFUSED_STREAM = "Received RST_STREAM with error code 7"
 _LAST_ERROR = re.compile(r".*last error: [A-Z_]+: (?:\S+: )?(?:Failed to connect to remote host: )?(.*)", re.DOTALL)
-# Address forms of gRPC that are no HOST:PORT.
+# Address forms of gRPC that are not a HOST:PORT.
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:", "passthrough:")
 _USER = re.compile(r"(\w+://)?.*@", re.DOTALL)  # in front of the host of a URL; may hold a password
 _MAX_PORT = 65535

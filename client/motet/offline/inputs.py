@@ -13,7 +13,7 @@ from motet.requests import GenerateOptions, Prompt
 
 T = TypeVar("T")
 
-# Arguments of vLLM's chat() that are none here, and what to do instead.
+# Arguments of vLLM's chat() that do not exist here, and what to do instead.
 _CONVERSATION_OF_VLLM = {
     "chat_template": "leave it out: the template is the adapter's or the checkpoint's",
     "chat_template_kwargs": "use template_kwargs",

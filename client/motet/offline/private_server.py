@@ -23,7 +23,7 @@ _READY = re.compile(r"motet ready: clients at (\S+),")
 _NUM_LAST_LINES = 20
 _STOP_S = 20.0
 _DRAIN_S = 5.0  # nothing runs when an LLM is closed, unless its program ends within a call
-# Arguments of vLLM's LLM that are no flags here, and what to do instead.
+# Arguments of vLLM's LLM that are not flags here, and what to do instead.
 _BY_BYTES = "leave it out: adapters have no maximum number or rank, and arena_bytes bounds their memory"
 OF_VLLM = {
     "enable_lora": "leave it out: adapters=... is all it takes",

@@ -10,7 +10,7 @@ from motet.requests import GenerateOptions
 
 _CONSTRAINT = "give constraint=, a JsonSchema, JsonObject, Regex, Choices, Lark or StructuralTags"
 _BEAMS = "give beam_search=BeamSearch(width, length_penalty=...)"
-# Parameters of vLLM's SamplingParams that are none here: values at which they change nothing, and what to do instead.
+# Parameters of SamplingParams that do not exist here: values at which they change nothing, and what to do instead.
 _OF_VLLM: Mapping[str, tuple[tuple[object, ...], str]] = {
     "allowed_token_ids": ((), _CONSTRAINT),
     "bad_words": (([],), "give logit_bias={token id: -100}"),

@@ -63,14 +63,14 @@ def keyword_arguments(rules: Rules, name: str, schema: object, place: str) -> st
         raise GrammarError(place, f"has {unknown[0]!r}, which keyword arguments cannot follow; leave it out")
     properties, required = checked.get("properties", {}), checked.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise GrammarError(place, "has properties that are no object, or required that is no list")
+        raise GrammarError(place, "has properties that are not an object, or required that is not a list")
     if missing := [str(each) for each in required if each not in properties]:
         raise GrammarError(place, f"requires {missing[0]!r}, which is not among properties")
     definitions = {key: checked[key] for key in _DEFINITIONS if key in checked}
     is_last, first, later = True, "", ""  # what may follow without and with an argument before it
     for position, key in reversed(list(enumerate(properties))):
         if not _NAME.fullmatch(key) or keyword.iskeyword(key):
-            raise GrammarError(f"{place}.properties", f"has {key!r}, which is no name of a keyword argument")
+            raise GrammarError(f"{place}.properties", f"has {key!r}, which is not a name of a keyword argument")
         value = properties[key]
         if isinstance(value, Mapping):
             value = {**value, **definitions}

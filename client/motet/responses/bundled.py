@@ -27,7 +27,7 @@ BUNDLED: Mapping[str, Mapping[str, Any]] = {
         "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
         "fields": {
             "tool_calls": {
-                # At the beginning of the completion alone; a text that is no call is given back as content.
+                # At the beginning of the completion alone; a text that is not a call is given back as content.
                 "open_pattern": r"\A\s*(?:<\|python_tag\|>)?",
                 "content": "json",
                 "transform": {

@@ -16,7 +16,7 @@ _MAX_NUMBER_CHARS = 4096
 
 
 class MalformedError(Exception):
-    """The text is no call; the reader knows from which character on."""
+    """The text is not a call; the reader knows from which character on."""
 
 
 class State(Enum):
@@ -122,7 +122,7 @@ class JsonPieces:
     def _string(self, text: str, index: int) -> int:
         end = _STRING_RUN.match(text, index).end()  # type: ignore[union-attr]  # matches always
         if end > index or end == len(text):
-            return end  # a mistake after it is met with the next call: it is no part of what was read
+            return end  # a mistake after it is met with the next call: it is not part of what was read
         if text[end] == "\\":
             self.state = State.ESCAPE
         elif text[end] != '"':

@@ -16,9 +16,9 @@ from motet.responses.patterns import Match, Pattern, Search
 from motet.responses.pythonic import PythonicCallReader
 from motet.responses.templates import Field, Kind, ResponseTemplate
 
-# Space at the end of content is held until other text follows; more of it is no end.
+# Space at the end of content is held until other text follows; more of it is not an end.
 MAX_SPACE_CHARS = 1024
-# Text before a name, or between the parts of a call: with more of it, it is no call.
+# Text before a name, or between the parts of a call: with more of it, it is not a call.
 MAX_HELD_CHARS = 1 << 18
 # A push is read in parts, so that a mark found in it costs no second look at all that follows.
 _PART_CHARS = 256
@@ -224,7 +224,7 @@ class ResponseParser:
         return len(text)
 
     def _give_back(self, reader: CallReader, events: list[Event]) -> None:
-        """The text is no call: what no event has reported is content."""
+        """The text is not a call: what no event has reported is content."""
         self._is_broken = True
         reader.abandon(events)
         self._content.write("".join(self._unreported), events)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 MAX_INSTRUCTIONS = 512
-# A longer mark is no mark: its text is not held back any further.
+# A longer mark is not a mark: its text is not held back any further.
 MAX_MARK_CHARS = 4096
 _MAX_EXPRESSION_CHARS = 1024
 _MAX_REPEAT = 64

@@ -32,7 +32,12 @@ LEEWAY_S = 60  # that the clocks of issuer and server may differ by
 MAX_CHARS = 4096  # of a token
 MAX_CACHED = 4096  # verified tokens
 MAX_SUBJECT_CHARS = 255
-_TYPES = ("jwt", "at+jwt", "application/jwt", "application/at+jwt")  # others are no access tokens: logout+jwt, dpop+jwt
+_TYPES = (
+    "jwt",
+    "at+jwt",
+    "application/jwt",
+    "application/at+jwt",
+)  # logout+jwt, dpop+jwt are not access tokens
 _LATEST_S = 1e12  # an `exp` may be an integer, also a negative one, that no float can hold
 
 

@@ -14,7 +14,7 @@ def find_files(directory: Path, described: str, *, below: Path | None) -> dict[s
     """The adapter's files and its signature by name, links followed. All of them must lie below `below`.
 
     `described` is the directory in messages. `below`: resolved; None where links may lead anywhere. Raises
-    InvalidRequest for what is no adapter, and PathNotAllowed.
+    InvalidRequest for what is not an adapter, and PathNotAllowed.
     """
     files = {}
     written = TRTLLM if exists(directory / WEIGHTS_ARRAY) else PEFT
@@ -48,7 +48,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def exists(path: Path) -> bool:
-    """Whether it is there and can be reached; False for what is no path of the system, such as a name too long."""
+    """Whether it is there and can be reached; False for what is not a path of the system, such as a name too long."""
     try:
         return path.exists()
     except (OSError, RuntimeError):  # a loop of links, or a directory that may not be read

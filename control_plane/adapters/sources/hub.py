@@ -118,7 +118,7 @@ class Hub:
                 url = urljoin(url, location)
                 may_follow, host = self._may_follow(url, hosts), urlsplit(url).hostname
             except ValueError:
-                raise TryLater("the Hub redirects to a place that is no URL") from None
+                raise TryLater("the Hub redirects to a place that is not a URL") from None
             if not may_follow:
                 raise PathNotAllowed(
                     f"source {quoted(source)}: the Hub redirects to {host or 'no host'!r}, which the "

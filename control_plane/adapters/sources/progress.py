@@ -1,4 +1,4 @@
-"""How far a registration has come: written by the one that works, read by who looks at the operation."""
+"""How far a registration has come: written by the task that runs it, read by requests for its operation."""
 
 from __future__ import annotations
 

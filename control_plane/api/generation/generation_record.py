@@ -28,7 +28,7 @@ from control_plane.scheduler.types import Request
 class GenerationRecord:
     """A context around one generation. On the way out it writes the record, however the generation ended.
 
-    A request that the fleet does not take on is no generation: it has no record, and the refusal has a line of its own.
+    A request that the fleet does not take on is not a generation: it has no record, but its refusal has a line.
     """
 
     __slots__ = ("_audit", "_caller", "_checked", "_clock", "_observers", "_request", "_stream", "job")

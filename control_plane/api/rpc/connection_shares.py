@@ -1,6 +1,7 @@
-"""Keeps one host from holding every connection of a port: gRPC counts them together and lets nobody look at them.
+"""Keeps one host from holding every connection of a port.
 
-The sockets are this process's own, so it finds them among its open files. When a port is nearly full, hosts with more
+gRPC counts the connections of all hosts together and does not list them. Their sockets are this process's own, so it
+finds them among its open files. When a port is nearly full, hosts with more
 than their equal part lose connections that carry no accepted call, and the kernel ignores new ones of theirs for a
 while. Others get in meanwhile. A connection with an accepted call is never closed. Linux only; nothing elsewhere.
 """

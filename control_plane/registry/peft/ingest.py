@@ -97,7 +97,7 @@ class PackedInfo:
     labels: tuple[str, ...] = ()  # of its score head; empty: it has none
     problem_type: str = ""  # what the head's logits mean, in transformers' words; empty: not said
     alora_invocation_tokens: tuple[int, ...] = ()  # it acts from them on; empty: on all tokens
-    warnings: tuple[str, ...] = ()  # what its owner should know, and what is no reason to refuse it
+    warnings: tuple[str, ...] = ()  # what its owner should know, and what is not a reason to refuse it
 
 
 def ingest(

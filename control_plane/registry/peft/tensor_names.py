@@ -34,7 +34,7 @@ _OTHER_TASK = (
 _OTHER_KINDS = {
     "modules_to_save": "belongs to a fully trained module, and of these embedding, head and score are served; train "
     "LoRA on it",
-    "trainable_tokens_delta": "belongs to trained tokens of a module that is no embedding or head; train LoRA on it",
+    "trainable_tokens_delta": "belongs to trained tokens of a module other than embedding and head; train LoRA on it",
     "score": _OTHER_TASK,
     "classifier": _OTHER_TASK,
     "qa_outputs": _OTHER_TASK,

@@ -168,7 +168,7 @@ def import_archive(
         with tarfile.open(fileobj=source, mode="r|") as tar:
             arrived = _read_archive(store, _Reader(tar), names, on_blob)
     except tarfile.TarError as error:
-        raise WrongArchive(f"the file is no whole tar archive: {error}") from error
+        raise WrongArchive(f"the file is not a whole tar archive: {error}") from error
     for adapter in arrived.new.values():
         for digest, document in adapter.versions.items():
             store.write_version(adapter.adapter_id, digest, document)
@@ -194,7 +194,7 @@ class _Reader:
         if member is None:
             raise WrongArchive(f"the archive was cut off after {self.num_members} members; export it again")
         if not member.isreg():
-            raise WrongArchive(f"{member.name!r} is no file; this is no archive of `motet store export`")
+            raise WrongArchive(f"{member.name!r} is not a file; this is not an archive of `motet store export`")
         content = self._tar.extractfile(member)
         assert content is not None, "a regular member has content"
         self.content, self._size_bytes = content, member.size
@@ -238,7 +238,7 @@ def _read_archive(store: ArtifactStore, reader: _Reader, names: Sequence[str], o
 def _read_header(reader: _Reader) -> tuple[str, ...]:
     name = reader.next()
     if name != _HEADER:
-        raise WrongArchive(f"it begins with {name!r}; this is no archive of `motet store export`")
+        raise WrongArchive(f"it begins with {name!r}; this is not an archive of `motet store export`")
     header = _json(reader.document(name), name)
     found = header.get("format")
     if found != ARCHIVE_FORMAT:
@@ -321,7 +321,7 @@ def _read_blob(store: ArtifactStore, reader: _Reader, name: str, arrived: _Arriv
         case ["blobs", digest, "manifest.json"] if is_digest(digest):
             pass
         case _:
-            raise WrongArchive(f"{name!r} has no place there; this is no archive of `motet store export`")
+            raise WrongArchive(f"{name!r} has no place there; this is not an archive of `motet store export`")
     manifest = reader.document(name)
     try:
         files = files_of(digest, manifest)
@@ -352,5 +352,5 @@ def _json(raw: bytes, name: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise WrongArchive(f"{name} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise WrongArchive(f"{name} is no JSON object")
+        raise WrongArchive(f"{name} is not a JSON object")
     return found

@@ -1,4 +1,4 @@
-"""Reads a store and changes nothing: which adapters it has, whether every byte is the right one, what nobody names.
+"""Reads a store and changes nothing: which adapters it has, whether every byte is right, which blobs no name uses.
 
 Works beside a running server: documents and blobs appear as a whole. What is deleted while it is read is found missing,
 so look twice before you call it wrong.
@@ -85,7 +85,7 @@ def parse_adapter(adapter_id: str, raw: bytes, read_version: ReadVersion) -> Sto
     if stored.record.adapter_id != adapter_id:
         raise WrongDocument(f"its record is that of {stored.record.adapter_id!r}")
     if not all(map(is_digest, stored.digests)):
-        raise WrongDocument("a digest in its record is none")
+        raise WrongDocument("its record has a value that is not a digest")
     if stored.is_old:
         return StoredAdapter(adapter_id, raw, {}, stored.digests)
     versions = {}
@@ -93,7 +93,7 @@ def parse_adapter(adapter_id: str, raw: bytes, read_version: ReadVersion) -> Sto
         try:
             versions[digest] = read_version(digest)
             if decode_version(versions[digest]).digest != digest:
-                raise ValueError("it is another version's")
+                raise ValueError("it is the document of another version")
         except FileNotFoundError as error:
             raise WrongDocument(f"the document of its version {digest} is missing") from error
         except ValueError as error:

@@ -16,7 +16,7 @@ class BlockFit(enum.Enum):
 def fit_blocks(num_needed: int, *, num_available: int, num_blocks: int, num_spare: int = 0) -> BlockFit:
     """Whether `num_needed` blocks of a pool of `num_blocks` can be taken, `num_available` of which are not held.
 
-    `num_spare` blocks must stay available for running requests. They are no reason for NEVER: if no request runs,
+    `num_spare` blocks must stay available for running requests. They are not a reason for NEVER: if no request runs,
     none must stay available.
     """
     if num_needed > num_blocks:

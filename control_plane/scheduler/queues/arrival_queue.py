@@ -65,7 +65,7 @@ class ArrivalQueue:
         return False
 
     def is_long(self, group: SequenceGroup) -> bool:  # noqa: ARG002 (as WaitingQueue's)
-        """Returns False: long prompts are no size class of their own here."""
+        """Returns False: long prompts are not a size class of their own here."""
         return False
 
     @property

@@ -9,7 +9,7 @@ from control_plane.scheduler.types import SET_SEPARATOR, digests_of
 
 
 class WaitingSets:
-    """The names of the sets that requests in the queue have. A digest alone is no set, and is ignored."""
+    """The names of the sets that requests in the queue have. A digest alone is not a set, and is ignored."""
 
     def __init__(self) -> None:
         self._by_digest: dict[str, Counter[str]] = {}  # requests by the set's name; no zeros, none empty

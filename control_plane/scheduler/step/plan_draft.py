@@ -150,7 +150,7 @@ def check_result(in_flight: deque[InFlightStep], result: StepResult) -> None:
 def _check_extras(step: InFlightStep, result: StepResult) -> None:
     """Raise ResultMismatch if vectors or log-probabilities of sampled tokens lack, or more than due is of a prompt.
 
-    Less than is due of a prompt is no mismatch: what is not finite is left out.
+    Less than is due of a prompt is not a mismatch: what is not finite is left out.
     """
     for row, _, samples in step.prefills:
         if samples and row.sequence.request.pooling is not None and not _has_vector(row, result):

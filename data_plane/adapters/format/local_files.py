@@ -29,7 +29,7 @@ def read_files(manifest: Manifest, paths: Sequence[str]) -> Iterator[bytes]:
 
 
 def _read(path: str, chunk: ChunkEntry) -> bytes | None:
-    """The file's bytes; None for what is no plain file of the chunk's size, which may never end."""
+    """The file's bytes; None for what is not a plain file of the chunk's size, which may never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         state = os.fstat(descriptor)

@@ -129,7 +129,7 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
 
 @functools.lru_cache(maxsize=KEPT_MANIFESTS)
 def _parse(data: bytes, digest: str) -> Manifest:
-    """The manifest. Raises AdapterCorrupt where it is none that this worker reads."""
+    """The manifest. Raises AdapterCorrupt where this worker cannot read it."""
     try:
         raw = json.loads(data)
         given = raw if isinstance(raw, dict) else {}

@@ -107,7 +107,7 @@ def _places(data: ChunkBytes, wanted: Mapping[str, tuple[str, list[int], int]], 
     try:
         header = json.loads(bytes(data[8:head_bytes])) if head_bytes <= len(data) else None
     except (ValueError, RecursionError) as error:
-        raise AdapterCorrupt(f"{where}: its header is no JSON: {error}") from error
+        raise AdapterCorrupt(f"{where}: its header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise AdapterCorrupt(f"{where}: has no header of safetensors")
     if wrong := sorted(header.keys() ^ wanted.keys()):

@@ -13,7 +13,7 @@ from motet.responses import CallArguments, CallEnd, CallStart, Content, Event, R
 class Turn:
     """Reads one completion. With `only_first_call`, calls after the first one are left out.
 
-    `is_named`: the request names the function to call; such a call is no reason why the completion ends.
+    `is_named`: the request names the function to call; such a call is not a reason why the completion ends.
     """
 
     def __init__(self, parser: ResponseParser, *, only_first_call: bool = False, is_named: bool = False) -> None:

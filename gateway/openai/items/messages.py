@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`. A field that is not here is refused by name; so is one that is here in order to be."""
+"""The body of `/v1/responses`. Fields that it does not declare are refused by name, and so are some that it does."""
 
 from __future__ import annotations
 

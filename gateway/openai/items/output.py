@@ -1,4 +1,4 @@
-"""One response as it comes: its items, and the events of a stream that tell of them."""
+"""One response as it comes: its items, and the events of a stream that report them."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def test_arguments_come_as_they_are_generated() -> None:
     ],
 )
 def test_halves_of_surrogate_pairs_can_be_sent_on(name: str, text: str, calls: list[Any]) -> None:
-    """JSON's escapes can write half a pair, which UTF-8 cannot: such a name is no name, and arguments keep the escape."""
+    """JSON's escapes can write half a pair, which UTF-8 cannot: such a name is not a name, and arguments keep the escape."""
     for pieces in cuts(text):
         events = read(name, pieces)
         for event in events:

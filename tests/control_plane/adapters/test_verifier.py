@@ -45,7 +45,7 @@ def test_the_tolerance_follows_the_base_model_up_to_what_rounded_inputs_explain(
 
 
 def test_errors_that_are_not_finite_allow_nothing() -> None:
-    """Weights that overflow give no numbers with rounded inputs either: that is no reason to pass."""
+    """Weights that overflow give no numbers with rounded inputs either: that is not a reason to pass."""
     assert tolerance_of("float32", 1e-6, rounding=NOT_FINITE) == LEAST_TOLERANCE["float32"]
     assert tolerance_of("float32", 1e-6, base_rounding=NOT_FINITE) == LEAST_TOLERANCE["float32"]
     assert tolerance_of("bfloat16", NOT_FINITE) == LEAST_TOLERANCE["bfloat16"]

@@ -55,7 +55,7 @@ ATTACKS: dict[str, Attack] = {
     "the end of the last line removed": lambda files: edit(files, lambda lines: [*lines[:-1], lines[-1][:-1]], -1),
     "two lines swapped": lambda files: edit(files, lambda lines: [lines[1], lines[0], *lines[2:]]),
     "a line put in twice": lambda files: edit(files, lambda lines: [lines[0], *lines]),
-    "a line that is no event put in": lambda files: edit(files, lambda lines: [lines[0], b"\n", *lines[1:]]),
+    "a line that is not an event put in": lambda files: edit(files, lambda lines: [lines[0], b"\n", *lines[1:]]),
     "the end of a rotated file cut off": lambda files: edit(files, lambda lines: lines[:-1]),
     "the end of line of a rotated file removed": lambda files: edit(files, lambda lines: [*lines[:-1], lines[-1][:-1]]),
     "a rotated file emptied": lambda files: edit(files, lambda lines: []),

@@ -36,7 +36,7 @@ async def test_another_base_model_is_said_in_the_log_and_stored(
     (stored,) = again.get("poet").versions
     assert stored == version and list(version_message(stored).warnings) == [warning]
     same = (await again.register("other", named(tmp_path / "same", "acme/Llama-3.1-8B"))).record
-    assert same.active_digest == version.digest, "the name is no part of the adapter's bytes"
+    assert same.active_digest == version.digest, "the name is not part of the adapter's bytes"
     assert same.versions[0].warnings == ()
     await again.close()
 

@@ -179,8 +179,8 @@ BUNDLE_CHANGES = {
     "an empty signature": (member(ENVELOPE, "signatures", 0, "sig", value=""), "the signature is not that"),
     "no signature": (member(ENVELOPE, "signatures", value=[]), "has 0 entries; there must be one"),
     "two signatures": (member(ENVELOPE, "signatures", value=[{}, {}]), "has 2 entries"),
-    "a signature that is no base64": (member(ENVELOPE, "signatures", 0, "sig", value="*"), "is not base64"),
-    "a payload that is no base64": (member(ENVELOPE, "payload", value="é"), "is not base64"),
+    "a signature that is not base64": (member(ENVELOPE, "signatures", 0, "sig", value="*"), "is not base64"),
+    "a payload that is not base64": (member(ENVELOPE, "payload", value="é"), "is not base64"),
     "another payload type": (member(ENVELOPE, "payloadType", value="text/plain"), "payloadType is 'text/plain'"),
     "another bundle": (member("mediaType", value="application/json"), "mediaType is 'application/json'"),
     "no envelope": (member(ENVELOPE, value=None), "dsseEnvelope is missing"),
@@ -279,7 +279,7 @@ def signing_certificate(authority: Authority, *, is_for_signing: bool = True) ->
 
 
 def below(issued: Issued) -> Maker:
-    """Signs with a certificate that was signed by one that is no authority."""
+    """Signs with a certificate that was signed by one that is not an authority."""
     issuer, key = x509.load_pem_x509_certificate(issued.cert), ec.generate_private_key(ec.SECP256R1())
     issuer_key = load_pem_private_key(issued.key, None)
     assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
@@ -313,7 +313,7 @@ def test_a_chain_below_a_trusted_certificate_is_verified(tmp_path: Path) -> None
         ("not for signing", "its certificate is not made for signing"),
         ("another key", "the signature is not that of its payload"),
         ("no authority configured", "no certificate is trusted here"),
-        ("an issuer that is no authority", "its certificate is not trusted: "),
+        ("an issuer that is not an authority", "its certificate is not trusted: "),
     ],
 )
 def test_a_certificate_that_does_not_count_is_refused(tmp_path: Path, case: str, words: str) -> None:
@@ -331,7 +331,7 @@ def test_a_certificate_that_does_not_count_is_refused(tmp_path: Path, case: str,
             maker.key = ec.generate_private_key(ec.SECP256R1())
         case "no authority configured":
             pem = MAKER.pem
-        case "an issuer that is no authority":
+        case "an issuer that is not an authority":
             maker = below(issued)
     trusted = signers(everybody=[("ours", pem)])
     with pytest.raises(SignatureInvalid) as caught:

@@ -171,7 +171,7 @@ def test_lora_bias_and_dora_generate_as_peft(arch: str, tmp_path: Path) -> None:
     check_forms(tmp_path, arch, vector_forms(arch))
 
 
-# Odd vocabularies are no whole number of pages' columns.
+# Odd vocabularies are not a whole number of pages' columns.
 OUTER_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "untied": ("llama", {}, "embed_tokens"),
     "tied, scaled": ("gemma3", {"vocab_size": 259}, "embed_tokens"),

@@ -101,7 +101,7 @@ def test_every_weight_is_that_of_pefts_merge(kind: str, tmp_path: Path) -> None:
     for name, weight in found.state_dict().items():
         torch.testing.assert_close(weight, of_peft[name], rtol=0, atol=WEIGHT_ERROR, msg=name)
         if torch.equal(of_peft[name], of_base[name]):
-            assert torch.equal(weight, of_base[name]), f"{name} is none that the adapter changes"
+            assert torch.equal(weight, of_base[name]), f"{name} is not one that the adapter changes"
         changed += not torch.equal(weight, of_base[name])
     assert changed
     assert logits(found, PROMPT) == pytest.approx(logits(expected, PROMPT), abs=LOGIT_ERROR)

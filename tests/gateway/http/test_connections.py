@@ -176,7 +176,7 @@ async def test_a_body_that_is_no_http_ends_its_connection_and_not_the_log(caplog
             await port.until(1, int(path == b"wait"))
             if not path:
                 assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-            port.write(b"this is no length\r\n")
+            port.write(b"this is not a length\r\n")
             assert await ends(reader)
             await port.until(0, 0)
             assert port.num_gone == min(num_gone, 1)

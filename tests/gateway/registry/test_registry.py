@@ -237,7 +237,7 @@ def test_what_is_no_form_is_refused(registry: Registry) -> None:
     part = b'--b\r\ncontent-disposition: form-data; name="%s"; filename="%s"\r\n\r\nx\r\n--b--\r\n'
     form = {"content-type": "multipart/form-data; boundary=b", "authorization": f"Bearer {registry.admin}"}
     for content, said in (
-        (b"no form", "no multipart/form-data"),
+        (b"no form", "not multipart/form-data"),
         (b"", "ends before its last boundary"),
         (part[:-8] % (b"settings", b""), "ends before its last boundary"),
         (part % (b"files", b"../../etc/passwd"), "is not a file of an adapter"),

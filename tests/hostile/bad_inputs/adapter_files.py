@@ -1,4 +1,4 @@
-"""What is inside an adapter: configs and weights that are no adapter of the base model, sent as whole uploads.
+"""What is inside an adapter: configs and weights that are not an adapter of the base model, sent as whole uploads.
 
 The tables of the ingest tests are sent through the wire as well; below are the cases that only a server decides.
 """

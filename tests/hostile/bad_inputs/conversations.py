@@ -17,7 +17,7 @@ DEEP = "[" * 65 + "]" * 65
 
 # What a conversation has beside one user's turn; the field at fault; what the message says.
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
-    "tools that are no JSON": ({"tools": "{"}, "chat.tools", "not JSON"),
+    "tools that are not JSON": ({"tools": "{"}, "chat.tools", "not JSON"),
     "tools of 257 KiB": ({"tools": '["' + "x" * 257 * 1024 + '"]'}, "chat.tools", "262144"),
     "tools that are an object": ({"tools": "{}"}, "chat.tools", "array"),
     "tools that are null": ({"tools": "null"}, "chat.tools", "leave the field out"),

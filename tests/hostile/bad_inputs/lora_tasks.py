@@ -70,5 +70,5 @@ def cases(facts: Facts) -> Iterator[Case]:
     yield case("a chunk of a MiB and a byte", long_chunk, fields=("chunk.data", "chunk.data"))
     yield case("malformed protobuf", [header.SerializeToString(), b"\x12\x05\x08"], code=INVALID, fields=("request",))
     garbage = {**files, WEIGHTS_FILE: b"\xff" * len(weights)}
-    yield case("bytes that are no safetensors", messages(garbage), fields=(WEIGHTS_FILE,), reason="ADAPTER_INVALID")
+    yield case("bytes that are not safetensors", messages(garbage), fields=(WEIGHTS_FILE,), reason="ADAPTER_INVALID")
     yield case("orderly", good, code=OK)

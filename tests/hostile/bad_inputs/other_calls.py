@@ -144,7 +144,7 @@ def _methods() -> Iterator[Case]:
     }.items():
         yield Case(name=f"GetStatus: {name}", method=STATUS, messages=(data,), code=OK)
     parsed = status_pb2.GetStatusRequest.DESCRIPTOR.full_name
-    for name, data in {"bytes that are no message": b"\xff\xff", "half a field": number(1, 2**40)[:-1]}.items():
+    for name, data in {"bytes that are not a message": b"\xff\xff", "half a field": number(1, 2**40)[:-1]}.items():
         yield Case(name=f"{parsed}: {name}", method=STATUS, messages=(data,), fields=("request",))
 
 

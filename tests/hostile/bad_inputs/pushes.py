@@ -111,7 +111,7 @@ def _orders(files: dict[str, bytes]) -> Iterator[Case]:
     malformed = [header.SerializeToString(), b"\x12\x05\x08"]
     yield case("malformed protobuf among the chunks", malformed, code=INVALID, fields=("request",))
     garbage = [header, *(chunk(b"\xff" * len(message.chunk.data)) for message in good[1:])]
-    yield case("bytes that are no safetensors", garbage, fields=(WEIGHTS_FILE,), reason="ADAPTER_INVALID")
+    yield case("bytes that are not safetensors", garbage, fields=(WEIGHTS_FILE,), reason="ADAPTER_INVALID")
     yield case("orderly, and checked only", good, code=OK)
     by_pieces = [header, *(chunk(bytes([byte])) for byte in first.chunk.data[:50])]
     yield case("byte by byte", [*by_pieces, chunk(first.chunk.data[50:]), *good[2:]], code=OK)

@@ -31,7 +31,7 @@ def test_copies_blocks_of_every_cache(case: Case, device: torch.device) -> None:
 @settings(max_examples=20, database=None)
 @given(data=st.data())
 def test_random_pairs_are_copied(data: st.DataObject, device: torch.device) -> None:
-    """By the public call any pairs, by the GPU kernel those whose sources are no destinations."""
+    """By the public call any pairs, by the GPU kernel those whose sources are not destinations."""
     num_blocks = data.draw(st.integers(1, 7))
     shapes = data.draw(st.lists(st.tuples(*(st.integers(1, 4) for _ in range(3))), min_size=1, max_size=3))
     dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn)))

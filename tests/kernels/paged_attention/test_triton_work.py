@@ -69,7 +69,7 @@ def test_every_split_is_listed_once(num_seqs: int) -> None:
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 5])
 @pytest.mark.parametrize("width", [1, 2, 3, 7])
 def test_every_upload_is_aligned_whatever_the_batch(num_seqs: int, width: int) -> None:
-    """Triton compiles a kernel anew where a pointer is no multiple of 16 bytes."""
+    """Triton compiles a kernel anew where a pointer is not a multiple of 16 bytes."""
     tables = torch.arange(num_seqs * width, dtype=torch.int32).view(num_seqs, width)
     batch = AttentionBatch.build(tables, range(num_seqs + 1), range(1, num_seqs + 1))
     there = batch.on_device(torch.device("cpu"), 16)

@@ -138,7 +138,7 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
 def test_rows_that_are_not_finite_are_found_and_change_no_other(
     limits: tuple[int, float, float], is_adjusted: bool
 ) -> None:
-    """Rows 1, 2 and 4 hold NaN, an infinity and its opposite; adjustments ban tokens, which is no fault."""
+    """Rows 1, 2 and 4 hold NaN, an infinity and its opposite; adjustments ban tokens, which is not a fault."""
     logits, rows = make_logits(5, 301), make_rows([(0.0, *limits), *[(0.8, *limits)] * 4])
     adjustments = make_adjustments(5, 301) if is_adjusted else None
     expected = reference.sample(logits, rows, adjustments)

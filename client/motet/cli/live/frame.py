@@ -29,7 +29,7 @@ DIGEST_CHARS = 12
 
 
 def plain_console(width: int) -> Console:
-    """Where frames go that are no screen."""
+    """Where frames go that are not a screen."""
     return Console(width=width, highlight=False, markup=False)
 
 

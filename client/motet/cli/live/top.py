@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]
-PLAIN_WIDTH = 500  # characters where the output is no terminal: no name is cut
+PLAIN_WIDTH = 500  # characters where the output is not a terminal: no name is cut
 
 
 def add_parser(commands: Subparsers) -> None:

@@ -175,7 +175,7 @@ async def test_a_list_that_comes_slowly_has_a_time_limit(hub: FakeHub) -> None:
 
 async def test_a_redirect_to_no_url_is_reported(tmp_path: Path, hub: FakeHub) -> None:
     hub.redirect_to = "http://["
-    with pytest.raises(StoreUnavailable, match="redirects to a place that is no URL"):
+    with pytest.raises(StoreUnavailable, match="redirects to a place that is not a URL"):
         await read(roots(tmp_path, hub), "models/poet")
 
 

@@ -167,7 +167,7 @@ async def test_connections_with_accepted_calls_are_kept(port: int) -> None:
 
 
 async def test_a_look_leaves_no_file_open(port: int, tmp_path: Path) -> None:
-    """Files that are no sockets stayed open, all of them anew with each look."""
+    """Files that are not sockets stayed open, all of them anew with each look."""
     with (tmp_path / "file").open("w"):
         before = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(3):

@@ -391,7 +391,7 @@ async def test_planned_restarts_of_workers_never_use_a_request_up(clock: FakeClo
 
 
 async def test_a_request_that_gains_no_token_at_four_workers_in_a_row_is_given_up(clock: FakeClock) -> None:
-    """Each of them outlived that, so that it is no suspect: a link that is cut again and again."""
+    """Each of them outlived that, so that it is not a suspect: a link that is cut again and again."""
     fleet = make_fleet(clock)
     [reader] = submit(fleet, [make_request(fleet, [1], 40)])
     last_epoch = 0

@@ -98,7 +98,7 @@ def count_calls(work: Callable[[], None]) -> int:
     "name", ["q_proj\n", "q_proj.", ".q_proj", "q proj", "q_proj|v_proj", "", "q_proj\0", ".*proj"]
 )
 def test_names_of_a_list_are_compared_as_text(name: str) -> None:
-    """As PEFT does: a list is no expression, so that such a name fits no module."""
+    """As PEFT does: a list is not an expression, so that such a name fits no module."""
     targets = read(target_modules=[name, "v_proj"], exclude_modules=[name]).targets
     assert [targets.may_have(module) for module in MODULES] == [False, True, False, True]
     assert not targets.has_expression

@@ -183,7 +183,7 @@ BAD_FILES: list[tuple[str, bytes, str]] = [
     ("header bomb", (99_000_000).to_bytes(8, "little") + b"{", "limit"),
     ("leading blank", with_header(b" " + json.dumps({KEY_A: _entry([4, 16], 0, 256)}).encode(), b"\0" * 256), "'{'"),
     ("no tensors", with_header(b"{}"), "no tensor"),
-    ("metadata is no map", _file({"__metadata__": None}), "__metadata__"),
+    ("metadata is not a map", _file({"__metadata__": None}), "__metadata__"),
     ("duplicate names", with_header(b'{"a": {}, "a": {}}'), "twice"),
     ("too many tensors", _file({f"t{i}": _entry([1, 1], 0, 4) for i in range(81)}, 4), "limit 80"),
     ("nested", with_header(b'{"a":' + b"[" * 200_000), "JSON"),

@@ -128,7 +128,7 @@ DAMAGED: list[tuple[str, bytes, str]] = [
     ("a later format", b'{"format": 5}', "another version of Motet"),
     ("no digests", b'{"format": 2}', "version_digests"),
     ("no owner", changed(owner=None), "owner is missing"),
-    ("an owner that is no tenant", changed(owner="A b"), "owner is missing or is not a tenant"),
+    ("an owner that is not a tenant", changed(owner="A b"), "owner is missing or is not a tenant"),
     ("an owner in an older record", changed(format=2), "not known: owner, shared_with, visibility"),
     ("no visibility", changed(visibility=None), "not a valid Visibility"),
     ("no such visibility", changed(visibility="all"), "'all' is not a valid Visibility"),

@@ -377,7 +377,7 @@ def test_the_price_of_a_swap_follows_the_moves_that_the_worker_reports() -> None
     costs.observe_moves(num_blocks=1, time_us=400)
     assert 100.0 < costs.swap_us_per_block < 120.0, "one block says little about many"
     costs.observe_moves(num_blocks=200, time_us=200 * 2000)
-    assert 400.0 < costs.swap_us_per_block < 650.0, "one slow move is no rule"
+    assert 400.0 < costs.swap_us_per_block < 650.0, "one slow move is not a rule"
     for _ in range(40):
         costs.observe_moves(num_blocks=200, time_us=4000)
     assert costs.swap_us_per_block == pytest.approx(20.0, rel=1e-3)

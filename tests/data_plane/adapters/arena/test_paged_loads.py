@@ -155,10 +155,10 @@ def test_pages_with_wrong_values_are_refused(value: float, row: int, error: type
 @pytest.mark.parametrize(
     ("chunk", "message"),
     [
-        (b"", "no header of safetensors|is no JSON"),
+        (b"", "no header of safetensors|is not JSON"),
         (b"\xff" * 64, "no header of safetensors"),
         ((9).to_bytes(8, "little") + b"[1,2,3,4]", "no header of safetensors"),
-        ((4).to_bytes(8, "little") + b"{{{{", "is no JSON"),
+        ((4).to_bytes(8, "little") + b"{{{{", "is not JSON"),
         (write_chunk([torch.zeros(8, 16)], {}), r"pages is .*\[1, 8, 16\].*want .*\[5, 8, 16\]"),
         (write_chunk([torch.zeros(8, 16)] * 5, {"other": torch.zeros(1)}), "'other'. are missing or too many"),
         (write_chunk([torch.zeros(8, 16, dtype=torch.float16)] * 5, {}), "'F16'.*want .*'F32'"),

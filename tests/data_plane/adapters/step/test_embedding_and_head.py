@@ -1,4 +1,4 @@
-"""Target modules outside the decoder layers: an embedding and a head whose vocabulary is no whole number of pages."""
+"""Target modules outside the decoder layers: embedding and head, also with an odd vocabulary in the last page."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_fp8_blocks_are_those_of_transformers(arch: str, tmp_path: Path) -> None
 
 def test_an_adapter_is_served_over_fp8_blocks(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [48, 32], "activation_scheme": "dynamic"}
-    base = make_checkpoint(tmp_path / "base")  # sizes that are no multiple of 48
+    base = make_checkpoint(tmp_path / "base")  # sizes that are not a multiple of 48
     checkpoint = quantize_to_blocks(tmp_path / "fp8", base, (48, 32), config)
     adapter = make_adapter(tmp_path / "adapter", base, use_dora=True)
     plain = plain_copy(tmp_path / "plain", checkpoint)
