@@ -23,7 +23,7 @@ def content_rule(rules: Rules, constraint: Constraint, place: str) -> str | None
         return None if schema is None else rules.rule(_NAME, f"%json {written_schema(schema, place)}")
     if isinstance(constraint, Regex) and constraint.pattern:
         return rules.rule(_NAME, f"/{_ESCAPED_OR_END.sub(_within_slashes, constraint.pattern)}/")
-    if isinstance(constraint, Choices) and constraint.texts:
+    if isinstance(constraint, Choices) and constraint.texts and all(constraint.texts):
         return rules.rule(_NAME, " | ".join(map(quoted, constraint.texts)))
     if isinstance(constraint, Lark):
         return rules.rule(_NAME, f"%lark {{\n{constraint.grammar}\n}}")

@@ -247,7 +247,7 @@ def test_a_constraint_that_begins_as_calls_do_is_refused_beside_tools(name: str,
 def test_a_constraint_without_a_rule_is_used_as_it_is(vocabulary: Vocabulary) -> None:
     form = form_of("hermes", vocabulary, THINKING)
     tags = StructuralTags([StructuralTag("<a", "<a>")])
-    for constraint in (tags, JsonSchema("{"), JsonSchema("1"), Choices([]), Regex("")):
+    for constraint in (tags, JsonSchema("{"), JsonSchema("1"), Choices([]), Choices(["a", ""]), Regex("")):
         assert content_grammar(form, constraint) is None
     with pytest.raises(GrammarError, match="tags"):
         content_grammar(form, tags, TOOLS)
