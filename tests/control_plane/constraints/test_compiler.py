@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from control_plane.constraints.compiler import MAX_WAITING, CompileLimits, ConstraintCompiler, ConstraintRefused
-from control_plane.errors import QueueFull, Unavailable
+from control_plane.errors import QueueFull, ShuttingDown, Unavailable
 from control_plane.scheduler.types import Vocabulary
 
 COSTLY = [f"{number:x}" * 40 for number in range(1024)]  # takes milliseconds
@@ -102,3 +102,14 @@ async def test_tenants_take_turns_and_what_is_kept_waits_for_nobody(
     os.kill(pid, signal.SIGCONT)
     await asyncio.gather(*greedy, modest)
     assert done.index("modest") <= 2
+
+
+async def test_a_closed_compiler_says_that_the_server_shuts_down(
+    compiler: ConstraintCompiler, vocabulary: Vocabulary
+) -> None:
+    """DRAINING: the SDK goes on to the next server, for nothing of the request was begun."""
+    await compiler.close()
+    with pytest.raises(ShuttingDown, match="shutting down") as caught:
+        await compiler.compile("choices", ["a", "b"], vocabulary)
+    assert caught.value.reason == "DRAINING"
+    assert compiler.child_pids() == []
