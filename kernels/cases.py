@@ -13,5 +13,5 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(*(to_device(getattr(value, item.name), device) for item in fields(value)))
+        return type(value)(*(to_device(getattr(value, item.name), device) for item in fields(value) if item.init))
     return value

@@ -26,19 +26,25 @@ def has_triton() -> bool:
 
 def check_devices(**tensors: torch.Tensor | None) -> None:
     """Raise ValueError, by name, for a tensor that is on another device than the first. None is skipped."""
-    head, device = "", None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if device is None:
-            head, device = name, tensor.device
-        elif tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, {head} on {device}; move one of them")
+    check_same_device(**{name: tensor.device for name, tensor in tensors.items() if tensor is not None})
+
+
+def check_same_device(**devices: torch.device) -> None:
+    """Raise ValueError, by name, for a device that is not the first one."""
+    head = next(iter(devices), "")
+    for name, device in devices.items():
+        if device != devices[head]:
+            raise ValueError(f"{name} is on {device}, {head} on {devices[head]}; move one of them")
 
 
 def device_name(tensor: torch.Tensor) -> str | None:
     """The GPU of a tensor as its maker names it, such as "NVIDIA H200"; None on the CPU."""
-    return _gpu_name(tensor.get_device()) if tensor.is_cuda else None
+    return name_of(tensor.device)
+
+
+def name_of(device: torch.device) -> str | None:
+    """The device of a tensor as its maker names it; None for the CPU."""
+    return _gpu_name(device.index) if device.type == "cuda" else None
 
 
 def is_hopper(tensor: torch.Tensor) -> bool:
@@ -48,7 +54,12 @@ def is_hopper(tensor: torch.Tensor) -> bool:
 
 def num_multiprocessors(tensor: torch.Tensor) -> int:
     """Multiprocessors of the tensor's GPU. Two on the CPU, where kernels are interpreted."""
-    return _num_multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
+    return multiprocessors_of(tensor.device)
+
+
+def multiprocessors_of(device: torch.device) -> int:
+    """`num_multiprocessors` of the device of a tensor."""
+    return _num_multiprocessors(device.index) if device.type == "cuda" else 2
 
 
 @cache

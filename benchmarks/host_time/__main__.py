@@ -3,8 +3,9 @@
     python -m benchmarks.host_time [--layers 32] [--rows 1,64] [--adapters 0,8] [--prompt 256]
 
 A Llama with the launches of an 8B one, but narrow, runs on a hollow GPU (hollow_gpu.py). Times are CPU time of the
-thread that queues steps. "triton": launches are bound by Triton itself; "quick": by kernels.triton_launch. What is left
-out is the driver's part of a launch, and the host's part of matrix products, which return memory that nobody filled.
+thread that queues steps. "triton": launches are bound by Triton itself; "quick": by kernels.triton_launch, those of
+layers are prepared. What is left out is the driver's part of a launch, and the host's part of matrix products, which
+return memory that nobody filled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,13 +37,17 @@ from data_plane.config import WorkerConfig
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from kernels.linear.choice import Form
-from kernels.triton_launch import QuickKernel
+from kernels.triton_launch import QuickKernel, by_name, forget_prepared
 from tests.data_plane.engine.device.launch_traces import TRITON_BRANCHES
 
 NUM_STEPS = 20  # of each combination; the table has the least and the median
 NUM_LAUNCHES = 100  # of each kernel, twenty times
 CONTEXT = 1024  # tokens of each row
-WAYS: dict[str, Any] = {"triton": KernelInterface.__getitem__, "quick": QuickKernel.__getitem__}
+# How a launch is bound, and how it is prepared.
+WAYS: dict[str, tuple[Any, Any]] = {
+    "triton": (KernelInterface.__getitem__, by_name),
+    "quick": (QuickKernel.__getitem__, QuickKernel.prepare),
+}
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,6 +58,15 @@ def product(x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None = 
 def looked_up(ids: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
     """In the place of an embedding: ids that no kernel computed are not token ids."""
     return weight.new_empty(*ids.shape, weight.shape[1])
+
+
+@contextmanager
+def launching(way: tuple[Any, Any]) -> Iterator[None]:
+    """Kernels are launched in this way."""
+    with patch.object(QuickKernel, "__getitem__", way[0]), patch.object(QuickKernel, "prepare", way[1]):
+        forget_prepared()
+        yield
+    forget_prepared()
 
 
 @contextmanager
@@ -112,44 +127,48 @@ def step_times_us(step: Callable[[], None]) -> tuple[float, float]:
 
 def print_steps(name: str, step: Callable[[], None], count: Callable[[], int], options: argparse.Namespace) -> None:
     """A line for each way of launching."""
-    for way, launch in WAYS.items():
-        with patch.object(QuickKernel, "__getitem__", launch):
+    for kind, way in WAYS.items():
+        with launching(way):
             least, median = step_times_us(step)
             before = count()
             step()
         launches = count() - before
         print(
-            f"{name:<28} {way:<7} {launches:>8} {least / 1000:>9.2f} {median / 1000:>9.2f} {least / launches:>10.1f} "
+            f"{name:<28} {kind:<7} {launches:>8} {least / 1000:>9.2f} {median / 1000:>9.2f} {least / launches:>10.1f} "
             f"{least / options.layers:>9.1f}",
             flush=True,
         )
 
 
 def print_launches(driver: Driver) -> None:
-    """Times of a launch of each kernel of a step, by both ways."""
+    """Times of a launch of each kernel of a step, by both ways and prepared."""
     noted: dict[str, tuple[Any, ...]] = {}
 
     def note(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*positional: Any, **named: Any) -> None:
             noted[kernel.__name__] = (kernel, grid, positional, named)
-            WAYS["quick"](kernel, grid)(*positional, **named)
+            WAYS["quick"][0](kernel, grid)(*positional, **named)
 
         return launch
 
-    with patch.object(QuickKernel, "__getitem__", note):
+    with launching((note, by_name)):
         driver.decode()
-    print(f"{'us of a launch':<28} {'parameters':>10} {'triton':>8} {'quick':>8}")
+    print(f"{'us of a launch':<28} {'parameters':>10} {'triton':>8} {'quick':>8} {'prepared':>8}")
     for name, (kernel, grid, positional, named) in sorted(noted.items()):
+        arguments = dict(zip(kernel.arg_names, positional, strict=False)) | named
+        pointers = [arguments.pop(key) for key in kernel.arg_names if isinstance(arguments.get(key), torch.Tensor)]
+        calls = [partial(way[0](kernel, grid), *positional, **named) for way in WAYS.values()]
+        calls.append(partial(kernel.prepare(grid, arguments), *pointers))
         found = []
-        for launch in WAYS.values():
+        for call in calls:
             best_s = float("inf")
             for _ in range(20):
                 began_s = time.thread_time()
                 for _ in range(NUM_LAUNCHES):
-                    launch(kernel, grid)(*positional, **named)
+                    call()
                 best_s = min(best_s, (time.thread_time() - began_s) / NUM_LAUNCHES)
-            found.append(best_s * 1e6)
-        print(f"{name:<28} {len(kernel.arg_names):>10} {found[0]:>8.1f} {found[1]:>8.1f}", flush=True)
+            found.append(f"{best_s * 1e6:>8.1f}")
+        print(f"{name:<28} {len(kernel.arg_names):>10} {' '.join(found)}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

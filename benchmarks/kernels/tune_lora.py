@@ -68,7 +68,7 @@ def shrink_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Pr
         run(launch)
         return torch.equal(output[0].nan_to_num(nan=NO_VALUE), expected.nan_to_num(nan=NO_VALUE))
 
-    sizes = asdict(Sizes.of_shrink(exact.x, h, exact.group))
+    sizes = asdict(Sizes.of_shrink(h, exact.group))
     default = ShrinkLaunch.default(shape.rank, shape.page, sizes["dtype"])
     widths = [ranks for ranks in (16, 32, 64, 128) if ranks <= max(default.ranks, shape.rank)]
     candidates = [ShrinkLaunch(*values) for values in product(widths, (64, 128), (2, 4, 8), (2, 3, 4, 5))]
@@ -89,7 +89,7 @@ def expand_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Pr
         run(launch)
         return torch.equal(y, expected)
 
-    sizes = asdict(Sizes.of_expand(y, parts, exact.group))
+    sizes = asdict(Sizes.of_expand(parts, exact.group))
     return Problem(sizes, ExpandLaunch.default(shape.page), EXPANDS, is_right, run)
 
 

@@ -15,7 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from data_plane.layers.context import StepContext
 from kernels.fp8 import KVScale
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import Options, attend
 from kernels.rope import HeadNorm, apply_rope, apply_rope_and_store_kv
 from kernels.store_kv import store_kv
 
@@ -72,6 +72,7 @@ class PagedAttention:
         self.value_cache = value_cache  # [num_blocks, block_size, kv heads, value size]
         self.key_scale = key_scale  # see kernels.fp8
         self.value_scale = value_scale
+        self._options: tuple[AttentionSettings, Options] | None = None
 
     def attach(self, module: nn.Module) -> None:
         """Serve the calls of transformers' attention module."""
@@ -113,18 +114,22 @@ class PagedAttention:
 
     def _attend(self, query: torch.Tensor, settings: AttentionSettings) -> torch.Tensor:
         assert self.context.attention is not None, "no step was begun"
-        return paged_attention(
-            query,
-            self.key_cache,
-            self.value_cache,
-            self.context.attention,
-            scale=settings.scale,
-            sliding_window=settings.sliding_window,
-            softcap=settings.softcap,
-            sinks=settings.sinks,
-            key_scale=self.key_scale,
-            value_scale=self.value_scale,
-        )
+        options = self._options_of(settings)
+        return attend(query, self.key_cache, self.value_cache, self.context.attention, options)
+
+    def _options_of(self, settings: AttentionSettings) -> Options:
+        """The layer's options: of one object for the settings, as a fused layer has them, made once."""
+        if self._options is None or self._options[0] is not settings:
+            options = Options(
+                settings.scale,
+                settings.sliding_window,
+                settings.softcap,
+                settings.sinks,
+                key_scale=self.key_scale,
+                value_scale=self.value_scale,
+            )
+            self._options = (settings, options)
+        return self._options[1]
 
 
 def attach(module: nn.Module, attention: Attends) -> None:

@@ -62,9 +62,9 @@ def _folded(x: torch.Tensor, activation: str, expansion: Expansion | None) -> to
     if expansion.y is not x:
         raise ValueError("the expansion is of another tensor than x")
     if runs_triton(x):
-        from kernels.gated_activation.triton_folded import gated_activation as launch, tile_columns
+        from kernels.gated_activation.triton_folded import gated_activation as launch
 
-        if (columns := tile_columns(expansion)) is not None:
-            return launch(expansion, activation, columns)
+        if (folded := launch(expansion, activation)) is not None:
+            return folded
     expansion.add()
     return None

@@ -10,11 +10,14 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
+from kernels.devices import check_same_device
 from kernels.gated_activation.triton_kernel import gated
-from kernels.lora.expansion import Expansion
+from kernels.lora.expansion import Expansion, columns_of_tiles
 from kernels.lora.launch import steps_of_program
-from kernels.lora.segments import MIN_BLOCK_TOKENS, padded_block_tokens
-from kernels.lora.triton_expand import folded_arguments
+from kernels.lora.layout import EpilogueSizes, GroupSizes
+from kernels.lora.ops import check_h, check_rows
+from kernels.lora.segments import MIN_BLOCK_TOKENS, SegmentSizes, padded_block_tokens
+from kernels.lora.triton_expand import expand_numbers, expand_pointers
 from kernels.lora.triton_pages import (
     LEAST_EXPAND_RANKS,
     b_pages,
@@ -26,7 +29,8 @@ from kernels.lora.triton_pages import (
     spread,
     tokens_in_rows,
 )
-from kernels.triton_launch import kernel
+from kernels.tensor_facts import Facts, facts
+from kernels.triton_launch import Prepared, kernel, no_launch, prepare, prepares
 
 NUM_WARPS, NUM_STAGES = 4, 2
 # Of a thread in decode steps, so that seven programs fit on a multiprocessor in place of five. With 64 adapters the
@@ -344,51 +348,79 @@ def gate_expand_kernel(
                 tl.store(out_rows + offs_n, active.to(dtype), mask=is_y)
 
 
-def tile_columns(expansion: Expansion) -> int | None:
-    """Columns of one program; None where gate and up cannot be expanded here."""
-    width, rest = divmod(expansion.y.shape[1], 2)
-    if rest or expansion.group.out_features not in ((width, width), (2 * width,)):
+def gated_activation(expansion: Expansion, activation: str) -> torch.Tensor | None:
+    """[T, n] of expansion.y [T, 2 n]; None where gate and up cannot be expanded here."""
+    y, h, group, segments, epilogue = expansion
+    vectors = None if epilogue is None else epilogue.sizes
+    launch = _prepare(facts(y), facts(h), group.sizes, segments.sizes, vectors, activation)
+    if launch is None:
         return None
-    return expansion.columns_of_tiles((0, width), (width, width))
-
-
-def gated_activation(expansion: Expansion, activation: str, columns: int) -> torch.Tensor:
-    """[T, n] of expansion.y [T, 2 n]; `columns` from tile_columns."""
-    y, group, segments = expansion.y, expansion.group, expansion.segments
-    num_tokens, width = y.shape[0], y.shape[1] // 2
-    out = torch.empty(num_tokens, width, dtype=y.dtype, device=y.device)
-    if out.numel() == 0:
-        return out
-    rows = padded_block_tokens(segments.block_tokens)
-    # A step has the loads of two.
-    num_tiles = steps_of_program(segments.num_blocks, ceil_div(width, 2 * columns))
-    programs = segments.num_blocks + ceil_div(num_tokens, rows)
-    gate_expand_kernel[(programs, ceil_div(width, num_tiles * columns))](
-        out_ptr=out,
-        order_ptr=segments.order,
-        block_slot_ptr=segments.block_slot,
-        block_start_ptr=segments.block_start,
-        block_end_ptr=segments.block_end,
-        num_tokens=num_tokens,
-        num_blocks=segments.num_blocks,
-        num_tiles=num_tiles,
-        **folded_arguments(expansion),
-        WIDTH=width,
-        IS_JOINT=group.num_modules == 1,
-        ACTIVATION=activation,
-        BLOCK_T=rows,
-        BLOCK_N=columns,
-        RUNS=runs_of(columns, NUM_WARPS, y.element_size()),
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-        enable_fp_fusion=False,
-        maxnreg=FEW_REGISTERS if has_few_registers(expansion) else None,
+    out = y.new_empty(y.shape[0], y.shape[1] // 2)
+    token_slots = y if segments.token_slots is None else segments.token_slots
+    launch(
+        out,
+        y,
+        group.rank,
+        segments.order,
+        segments.block_slot,
+        segments.block_start,
+        segments.block_end,
+        token_slots,
+        *expand_pointers(h, group, epilogue),
     )
     return out
 
 
-def has_few_registers(expansion: Expansion) -> bool:
-    """Whether FEW_REGISTERS hold what a thread computes."""
-    is_narrow = expansion.y.element_size() == 2 and expansion.h.shape[3] <= LEAST_EXPAND_RANKS
-    is_small = padded_block_tokens(expansion.segments.block_tokens) == MIN_BLOCK_TOKENS
-    return is_narrow and is_small and expansion.epilogue is None
+@prepares
+def _prepare(
+    y: Facts,
+    h: Facts,
+    group: GroupSizes,
+    segments: SegmentSizes,
+    epilogue: EpilogueSizes | None,
+    activation: str,
+) -> Prepared | None:
+    (num_tokens, num_columns), strides, dtype, device = y
+    check_rows("y", y, segments, group, sum(group.out_features))
+    check_h(h, group, segments)
+    check_same_device(y=device, h=h[3])
+    columns = tile_columns(y, group, segments)
+    if columns is None:
+        return None
+    width = num_columns // 2
+    if num_tokens == 0 or width == 0:
+        return no_launch
+    rows = padded_block_tokens(segments.block_tokens)
+    # A step has the loads of two.
+    num_tiles = steps_of_program(segments.num_blocks, ceil_div(width, 2 * columns))
+    programs = segments.num_blocks + ceil_div(num_tokens, rows)
+    is_narrow = dtype.itemsize == 2 and h[0][3] <= LEAST_EXPAND_RANKS
+    has_few_registers = is_narrow and rows == MIN_BLOCK_TOKENS and epilogue is None
+    numbers = {
+        "num_tokens": num_tokens,
+        "num_blocks": segments.num_blocks,
+        "num_slots": segments.num_slots,
+        "num_tiles": num_tiles,
+        "stride_yt": strides[0],
+        **expand_numbers(h, group, epilogue),
+        "WIDTH": width,
+        "IS_JOINT": group.num_modules == 1,
+        "ACTIVATION": activation,
+        "BLOCK_T": rows,
+        "BLOCK_N": columns,
+        "RUNS": runs_of(columns, NUM_WARPS, dtype.itemsize),
+        "num_warps": NUM_WARPS,
+        "num_stages": NUM_STAGES,
+        "enable_fp_fusion": False,
+        # What a thread computes must fit into them.
+        "maxnreg": FEW_REGISTERS if has_few_registers else None,
+    }
+    return prepare(gate_expand_kernel, (programs, ceil_div(width, num_tiles * columns)), numbers)
+
+
+def tile_columns(y: Facts, group: GroupSizes, segments: SegmentSizes) -> int | None:
+    """Columns of one program for y [T, 2 n]; None where gate and up cannot be expanded here."""
+    width, rest = divmod(y[0][1], 2)
+    if rest or group.out_features not in ((width, width), (2 * width,)):
+        return None
+    return columns_of_tiles(y, group, segments, (0, width), (width, width))

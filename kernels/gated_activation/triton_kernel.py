@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.buckets import ceil_div, round_up
 from kernels.fp8 import MIN_SCALE, Fp8Rows
 from kernels.fp8_rows.triton_kernel import empty_rows, num_warps_for, store_row
-from kernels.triton_launch import kernel
+from kernels.triton_launch import Prepared, kernel, no_launch, prepare, prepares
 
 BLOCK = 1024
 
@@ -76,14 +76,25 @@ def gated_activation_fp8_kernel(
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See the package."""
     num_tokens, width = x.shape[0], x.shape[1] // 2
-    y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
-    if y.numel() == 0:
-        return y
-    block = min(round_up(width), BLOCK)
-    gated_activation_kernel[(num_tokens, ceil_div(width, block))](
-        y, x, x.stride(0), WIDTH=width, BLOCK=block, ACTIVATION=activation, enable_fp_fusion=False
-    )
+    y = x.new_empty(num_tokens, width)
+    _prepare(x.shape, x.stride(0), activation)(y, x)
     return y
+
+
+@prepares
+def _prepare(shape: torch.Size, stride_xt: int, activation: str) -> Prepared:
+    num_tokens, width = shape[0], shape[1] // 2
+    if num_tokens == 0 or width == 0:
+        return no_launch
+    block = min(round_up(width), BLOCK)
+    numbers = {
+        "stride_xt": stride_xt,
+        "WIDTH": width,
+        "BLOCK": block,
+        "ACTIVATION": activation,
+        "enable_fp_fusion": False,
+    }
+    return prepare(gated_activation_kernel, (num_tokens, ceil_div(width, block)), numbers)
 
 
 def gated_activation_fp8(x: torch.Tensor, activation: str, *, has_values: bool) -> tuple[torch.Tensor, Fp8Rows]:

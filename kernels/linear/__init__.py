@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from kernels.devices import check_devices, device_name, is_hopper, runs_triton
+from kernels.devices import check_same_device, device_name, is_hopper, runs_triton
 from kernels.linear import native
 from kernels.linear.panels import from_panels, to_panels
 from kernels.linear.rows_launch import MAX_ROWS, launch_of
+from kernels.tensor_facts import Facts, facts, is_dense
 
 __all__ = [
     "MAX_ROWS",
@@ -58,8 +61,13 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def serves_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `row_linear` multiplies these by its kernel: one row [..., in] on a GPU, and a weight with dense rows."""
-    is_row = x.shape[:-1].numel() == 1 and x.stride(-1) == 1
-    return is_row and weight.stride(1) == 1 and weight.dtype == x.dtype and runs_triton(x)
+    return runs_triton(x) and _is_row(facts(x), facts(weight))
+
+
+@lru_cache(maxsize=1024)
+def _is_row(x: Facts, weight: Facts) -> bool:
+    are_rows_dense = x[1][-1] == 1 and weight[1][1] == 1
+    return x[0][:-1].numel() == 1 and are_rows_dense and weight[2] == x[2]
 
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -67,7 +75,7 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
     The weight's rows may lie apart, but the values of a row follow one another. Sums are float32 and rounded once.
     """
-    _check_rows(x, weight, bias, most=1)
+    _check_rows(facts(x), facts(weight), None if bias is None else facts(bias), most=1)
     if not runs_triton(x):
         return torch.nn.functional.linear(x, weight, bias)
     from kernels.linear.triton_row import row_linear as launch
@@ -81,17 +89,29 @@ def serves_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     2 to MAX_ROWS rows [..., in] of 16-bit values on a GPU of Hopper's kind, or fewer where the weight's launch says so;
     rows lie at multiples of 32 bytes.
     """
-    num_rows = x.shape[:-1].numel()
+    if not runs_triton(x):
+        return False
+    num_rows = _number_of_rows(facts(x), facts(weight))
     return (
-        2 <= num_rows <= MAX_ROWS
-        and weight.dtype == x.dtype
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and x.stride(-1) == weight.stride(1) == 1
-        and not (x.stride(-2) | weight.stride(0) | weight.shape[1]) % 16
-        and runs_triton(x)
+        num_rows > 0
         and is_hopper(x)
         and num_rows <= launch_of(device_name(x), x.dtype, weight.shape[1], weight.shape[0]).most_rows
     )
+
+
+@lru_cache(maxsize=1024)
+def _number_of_rows(x: Facts, weight: Facts) -> int:
+    """0: the kernel of several rows cannot multiply these."""
+    (shape, strides, dtype, _), weight_strides = x, weight[1]
+    num_rows = shape[:-1].numel()
+    is_served = (
+        2 <= num_rows <= MAX_ROWS
+        and weight[2] == dtype
+        and dtype in (torch.bfloat16, torch.float16)
+        and strides[-1] == weight_strides[1] == 1
+        and not (strides[-2] | weight_strides[0] | weight[0][1]) % 16
+    )
+    return num_rows if is_served else 0
 
 
 def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -99,7 +119,7 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     By torch without a GPU of Hopper's kind. With one a row's bits do not depend on the other rows, nor on their number.
     """
-    _check_rows(x, weight, bias, most=MAX_ROWS)
+    _check_rows(facts(x), facts(weight), None if bias is None else facts(bias), most=MAX_ROWS)
     if not (runs_triton(x) and is_hopper(x)):
         return torch.nn.functional.linear(x, weight, bias)
     from kernels.linear.triton_rows import rows_linear as launch
@@ -107,21 +127,23 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return launch(x, weight, bias)
 
 
-def _check_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, most: int) -> None:
+@lru_cache(maxsize=1024)
+def _check_rows(x: Facts, weight: Facts, bias: Facts | None, *, most: int) -> None:
     """Raise ValueError for what the kernels of 1 to `most` rows cannot multiply."""
-    if x.dim() != 2 or not 1 <= len(x) <= most or weight.dim() != 2 or weight.shape[1] != x.shape[1] or x.shape[1] == 0:
+    (shape, strides, dtype, _), (weight_shape, weight_strides, weight_dtype, _) = x, weight
+    fits = len(shape) == len(weight_shape) == 2 and weight_shape[1] == shape[1] != 0 and 1 <= shape[0] <= most
+    if not fits:
         rows = "1" if most == 1 else f"1 to {most}"
-        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [{rows}, in] and [out, in]")
-    if weight.dtype != x.dtype:
-        raise ValueError(f"weight is {weight.dtype}, want {x.dtype} as x is")
-    if weight.stride(1) != 1 or x.stride(1) != 1:
+        raise ValueError(f"x is {tuple(shape)} and weight {tuple(weight_shape)}, want [{rows}, in] and [out, in]")
+    if weight_dtype != dtype:
+        raise ValueError(f"weight is {weight_dtype}, want {dtype} as x is")
+    if weight_strides[1] != 1 or strides[1] != 1:
         raise ValueError(
-            f"the values of a row must follow one another, x has strides {x.stride()} and weight {weight.stride()}; "
+            f"the values of a row must follow one another, x has strides {strides} and weight {weight_strides}; "
             "make them contiguous"
         )
-    if bias is not None and (bias.shape != (len(weight),) or bias.dtype != x.dtype or not bias.is_contiguous()):
+    if bias is not None and (bias[0] != weight_shape[:1] or bias[2] != dtype or not is_dense(bias)):
         raise ValueError(
-            f"bias is {bias.dtype} {tuple(bias.shape)} with strides {bias.stride()}, want {x.dtype} [{len(weight)}], "
-            "contiguous"
+            f"bias is {bias[2]} {tuple(bias[0])} with strides {bias[1]}, want {dtype} [{weight_shape[0]}], contiguous"
         )
-    check_devices(x=x, weight=weight, bias=bias)
+    check_same_device(x=x[3], weight=weight[3], **({} if bias is None else {"bias": bias[3]}))

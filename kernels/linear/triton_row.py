@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
-from kernels.triton_launch import kernel
+from kernels.triton_launch import Prepared, kernel, prepare, prepares
 
 NARROW_INPUT = 8192
 # (outputs of a program, inputs of a tile), measured on an H100 for 4096 and 14336 inputs, cold weights in bfloat16.
@@ -65,18 +65,21 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     y = x.new_empty(1, num_out)
     if num_out == 0:
         return y
-    block_out, block_in = NARROW_TILE if num_in <= NARROW_INPUT else WIDE_TILE
-    row_linear_kernel[(ceil_div(num_out, block_out),)](
-        y,
-        x,
-        weight,
-        y if bias is None else bias,
-        num_out,
-        weight.stride(0),
-        NUM_IN=num_in,
-        BLOCK_OUT=block_out,
-        BLOCK_IN=min(round_up(num_in), block_in),
-        HAS_BIAS=bias is not None,
-        num_warps=NUM_WARPS,
-    )
+    launch = _prepare(num_out, num_in, weight.stride(0), bias is not None)
+    launch(y, x, weight, y if bias is None else bias)
     return y
+
+
+@prepares
+def _prepare(num_out: int, num_in: int, stride_wo: int, has_bias: bool) -> Prepared:
+    block_out, block_in = NARROW_TILE if num_in <= NARROW_INPUT else WIDE_TILE
+    numbers = {
+        "num_out": num_out,
+        "stride_wo": stride_wo,
+        "NUM_IN": num_in,
+        "BLOCK_OUT": block_out,
+        "BLOCK_IN": min(round_up(num_in), block_in),
+        "HAS_BIAS": has_bias,
+        "num_warps": NUM_WARPS,
+    }
+    return prepare(row_linear_kernel, (ceil_div(num_out, block_out),), numbers)

@@ -14,8 +14,8 @@ from triton.runtime import driver
 
 from kernels.devices import device_name, num_multiprocessors
 from kernels.linear.counters import zero_counters
-from kernels.linear.rows_launch import RowsLaunch, grid_of, launch_of
-from kernels.triton_launch import kernel
+from kernels.linear.rows_launch import RowsGrid, RowsLaunch, grid_of, launch_of
+from kernels.triton_launch import Prepared, kernel, prepare, prepares
 
 
 @triton.jit
@@ -133,25 +133,35 @@ def rows_linear(
     if grid.num_parts > 1:
         parts = x.new_empty(grid.part_values, dtype=torch.float32)
         num_done = zero_counters(x, driver.active.get_current_stream(x.get_device()) if x.is_cuda else 0)
-    rows_linear_kernel[(grid.num_tiles, grid.num_parts)](
-        y,
-        parts,
-        num_done,
-        x,
-        weight,
-        y if bias is None else bias,
-        num_rows,
-        num_out,
-        num_in,
-        x.stride(0),
-        weight.stride(0),
-        BLOCK_ROWS=grid.block_rows,
-        BLOCK_OUT=launch.block_out,
-        BLOCK_IN=launch.block_in,
-        NUM_PARTS=grid.num_parts,
-        IS_EVEN=num_in % launch.block_in == 0,
-        HAS_BIAS=bias is not None,
-        num_warps=grid.num_warps,
-        num_stages=grid.num_stages,
-    )
+    prepared = _prepare(grid, launch, num_rows, num_out, num_in, x.stride(0), weight.stride(0), bias is not None)
+    prepared(y, parts, num_done, x, weight, y if bias is None else bias)
     return y
+
+
+@prepares
+def _prepare(
+    grid: RowsGrid,
+    launch: RowsLaunch,
+    num_rows: int,
+    num_out: int,
+    num_in: int,
+    stride_xt: int,
+    stride_wo: int,
+    has_bias: bool,
+) -> Prepared:
+    numbers = {
+        "num_rows": num_rows,
+        "num_out": num_out,
+        "num_in": num_in,
+        "stride_xt": stride_xt,
+        "stride_wo": stride_wo,
+        "BLOCK_ROWS": grid.block_rows,
+        "BLOCK_OUT": launch.block_out,
+        "BLOCK_IN": launch.block_in,
+        "NUM_PARTS": grid.num_parts,
+        "IS_EVEN": num_in % launch.block_in == 0,
+        "HAS_BIAS": has_bias,
+        "num_warps": grid.num_warps,
+        "num_stages": grid.num_stages,
+    }
+    return prepare(rows_linear_kernel, (grid.num_tiles, grid.num_parts), numbers)

@@ -6,12 +6,12 @@ Nothing here changes a bit of any result: sums are cut at multiples of MAX_IN_CO
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from kernels.buckets import check_power_of_two, round_up
-from kernels.lora.layout import ModuleGroup
+from kernels.lora.layout import GroupSizes, ModuleGroup
 from kernels.tuning import tuned
 
 MIN_RANKS = 16  # of a shrink program: the fewest columns of a tensor core product
@@ -87,16 +87,21 @@ class Sizes:
     planes: int  # of h
 
     @classmethod
-    def of_shrink(cls, x: torch.Tensor, h: torch.Tensor, group: ModuleGroup) -> Sizes:
-        """Sizes of a shrink of x [T, in] into h [planes, modules, T, width]."""
-        dtype, page = _dtype_name(x.dtype), group.pages.shape[2]
-        return cls(dtype, page, h.shape[3], h.shape[1], h.shape[2], group.in_features, h.shape[0])
+    def of_shrink(cls, h: torch.Tensor, group: ModuleGroup) -> Sizes:
+        """Sizes of a shrink into h [planes, modules, T, width]."""
+        return cls.of(group.sizes, h.shape, group.in_features)
 
     @classmethod
-    def of_expand(cls, y: torch.Tensor, h: torch.Tensor, group: ModuleGroup) -> Sizes:
-        """Sizes of an expand of h [planes, modules, T, width] into y [T, sum of out]."""
-        dtype, page = _dtype_name(y.dtype), group.pages.shape[2]
-        return cls(dtype, page, h.shape[3], h.shape[1], h.shape[2], max(group.out_features), h.shape[0])
+    def of_expand(cls, h: torch.Tensor, group: ModuleGroup) -> Sizes:
+        """Sizes of an expand of h [planes, modules, T, width]."""
+        return cls.of(group.sizes, h.shape, max(group.out_features))
+
+    @classmethod
+    def of(cls, group: GroupSizes, h_shape: torch.Size, features: int) -> Sizes:
+        """Sizes for h [planes, modules, T, width], and in of a shrink or the greatest out of an expand."""
+        planes, modules, tokens, width = h_shape
+        dtype = str(group.dtype).removeprefix("torch.")
+        return cls(dtype, group.page_columns, width, modules, tokens, features, planes)
 
 
 # Cached: a step needs the parameters once for each module, and the tables' look-up takes longer.
@@ -139,11 +144,6 @@ def steps_of_program(num_blocks: int, num_steps: int) -> int:
 def _check_num_stages(num_stages: int) -> None:
     if not 1 <= num_stages <= 8:
         raise ValueError(f"num_stages is {num_stages}, want 1 to 8")
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _page_columns(page: int) -> int:

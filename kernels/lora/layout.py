@@ -13,7 +13,8 @@ odd vocabulary, the last tile has columns that are never read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,22 @@ class PagedModule:
     out_features: int
 
 
+class GroupSizes(NamedTuple):
+    """What a launch depends on beside pointers, as plain data: a launch is prepared once for all groups like this."""
+
+    num_slots: int
+    in_features: int
+    out_features: tuple[int, ...]
+    page_columns: int
+    stride_table: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_modules(self) -> int:
+        return len(self.out_features)
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleGroup:
     """Modules that read the same input and write side by side: q, k and v, or gate and up. Also a single module.
@@ -50,6 +67,12 @@ class ModuleGroup:
     scaling: torch.Tensor  # float32
     in_features: int
     out_features: tuple[int, ...]  # by module
+    sizes: GroupSizes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        first, pages = self.first, self.pages
+        widths = (self.in_features, self.out_features, pages.shape[2], first.stride(0))
+        object.__setattr__(self, "sizes", GroupSizes(first.shape[1], *widths, pages.dtype, pages.device))
 
     @classmethod
     def of(cls, modules: Sequence[PagedModule]) -> ModuleGroup:
@@ -86,6 +109,15 @@ class ModuleGroup:
 VECTOR_TABLES = ("dora_scale", "lora_bias")
 
 
+class EpilogueSizes(NamedTuple):
+    """As GroupSizes. A stride of None: there is no such table."""
+
+    page_values: int
+    stride_dora_scale: int | None
+    stride_lora_bias: int | None
+    has_base_bias: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Epilogue:
     """What an expand does beside adding s * (h @ B), for slots that have an adapter at the module.
@@ -105,6 +137,12 @@ class Epilogue:
     dora_scale: torch.Tensor | None = None  # int64 [num_modules, num_slots]
     lora_bias: torch.Tensor | None = None  # int64 [num_modules, num_slots]
     base_bias: torch.Tensor | None = None  # float32 [sum of out]; matters with a DoRA scale only
+    sizes: EpilogueSizes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        scales, biases = (None if each is None else each.stride(0) for each in (self.dora_scale, self.lora_bias))
+        sizes = EpilogueSizes(self.values.shape[1], scales, biases, self.base_bias is not None)
+        object.__setattr__(self, "sizes", sizes)
 
 
 def page_values(pages: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import torch
 
-from kernels.buckets import ceil_div, round_up
-from kernels.devices import check_devices, runs_triton
+from kernels.buckets import round_up
+from kernels.devices import check_devices, check_same_device, runs_triton
 from kernels.lora import choice, cpu, native
-from kernels.lora.launch import MIN_RANKS, num_parts
-from kernels.lora.layout import H_ALIGN, Epilogue, ModuleGroup, PagedModule
-from kernels.lora.segments import COUNTS, MANY_TOKENS, AdapterSegments, blocks_of_one, split_by_length
+from kernels.lora.layout import H_ALIGN, Epilogue, GroupSizes, ModuleGroup, PagedModule
+from kernels.lora.segments import AdapterSegments, SegmentSizes, blocks_of_one, split_by_length
 from kernels.native import get_num_threads, has_native
+from kernels.tensor_facts import Facts, facts
 
 
 def bgmv_shrink(
@@ -106,21 +106,13 @@ def lora_shrink(x: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, 
     add up to the product. With few tokens the sum over the input is computed in several parts at once, which are joined
     to one plane if the segments can count them.
     """
-    planes, is_triton = 1, runs_triton(x)
-    if is_triton and segments.num_tokens < MANY_TOKENS:
-        planes = num_parts(group.in_features)
-    h = _empty_h(planes, group.num_modules, segments.num_tokens, max_rank, x.device)
-    if planes == 1:
-        _shrink(x, group, h[0], segments, 1.0)
-        return h
-    from kernels.lora.triton_shrink import shrink as launch
+    if runs_triton(x):
+        from kernels.lora.triton_shrink import shrink_group
 
-    _check_rows("x", x, segments, group, group.in_features)
-    joined = None
-    if segments.num_done is not None and group.num_modules * ceil_div(h.shape[3], MIN_RANKS) <= COUNTS:
-        joined = _empty_h(1, group.num_modules, segments.num_tokens, max_rank, x.device)
-    launch(x, h, group, segments, joined=joined)
-    return h if joined is None else joined
+        return shrink_group(x, group, segments, max_rank)
+    h = _empty_h(1, group.num_modules, segments.num_tokens, max_rank, x.device)
+    _shrink(x, group, h[0], segments, 1.0)
+    return h
 
 
 def lora_embed(
@@ -132,7 +124,7 @@ def lora_embed(
     GPU; a CPU refuses it.
     """
     _check_ids(token_ids, segments.num_tokens)
-    _check_segments(segments, module.first.shape[0])
+    check_segments(segments.sizes, module.first.shape[0])
     check_devices(token_ids=token_ids, order=segments.order, pages=module.pages, first=module.first)
     h = _empty_h(1, 1, segments.num_tokens, max_rank, token_ids.device)
     if runs_triton(module.pages):
@@ -161,7 +153,7 @@ def lora_expand(
     its rows are NaN instead.
     """
     if epilogue is not None:
-        _check_epilogue(epilogue, group, add_inputs)
+        check_epilogue(epilogue, group, add_inputs)
         tables = {"dora_scale": epilogue.dora_scale, "lora_bias": epilogue.lora_bias, "base_bias": epilogue.base_bias}
         check_devices(y=y, values=epilogue.values, **tables)
     _expand(h, group, y, segments, add_inputs, epilogue)
@@ -186,10 +178,10 @@ def add_lora_group(
         return
     h = _empty_h(1, group.num_modules, segments.num_tokens, max_rank, x.device)
     if _runs_native(group, h[0], segments, x, y):
-        _check_rows("x", x, segments, group, group.in_features)
-        _check_rows("y", y, segments, group, sum(group.out_features))
+        check_rows("x", facts(x), segments.sizes, group.sizes, group.in_features)
+        check_rows("y", facts(y), segments.sizes, group.sizes, sum(group.out_features))
         if epilogue is not None:
-            _check_epilogue(epilogue, group, add_inputs=True)
+            check_epilogue(epilogue, group, add_inputs=True)
         short, long = _by_length(segments, group.pages.dtype, max_rank)
         native.add(y, x, group, short, h[0], epilogue)
         if long is not None:
@@ -217,8 +209,8 @@ def _by_length(
 
 def _shrink(x: torch.Tensor, group: ModuleGroup, h: torch.Tensor, segments: AdapterSegments, scaling: float) -> None:
     """Into h [modules, T, width]."""
-    _check_rows("x", x, segments, group, group.in_features)
-    _check_h(h[None], group, segments)
+    check_rows("x", facts(x), segments.sizes, group.sizes, group.in_features)
+    check_h(facts(h[None]), group.sizes, segments.sizes)
     check_devices(x=x, h=h)
     if runs_triton(x):
         from kernels.lora.triton_shrink import shrink as launch
@@ -239,14 +231,15 @@ def _expand(
     epilogue: Epilogue | None = None,
 ) -> None:
     """From h [planes, modules, T, width]."""
-    _check_rows("y", y, segments, group, sum(group.out_features))
-    _check_h(h, group, segments)
-    check_devices(y=y, h=h)
     if runs_triton(y):
         from kernels.lora.triton_expand import expand as launch
 
         launch(h, y, group, segments, add_inputs=add_inputs, epilogue=epilogue)
-    elif len(h) == 1 and _runs_native(group, h[0], segments, y):
+        return
+    check_rows("y", facts(y), segments.sizes, group.sizes, sum(group.out_features))
+    check_h(facts(h), group.sizes, segments.sizes)
+    check_devices(y=y, h=h)
+    if len(h) == 1 and _runs_native(group, h[0], segments, y):
         native.expand(h[0], y if add_inputs else y.zero_(), group, segments, epilogue)
     else:
         cpu.expand(h.sum(0), y, group, segments, add_inputs=add_inputs, epilogue=epilogue)
@@ -281,29 +274,8 @@ def _blocks_of_one(token_slots: torch.Tensor, module: PagedModule) -> AdapterSeg
     return blocks_of_one(token_slots.contiguous(), module.first.shape[0])
 
 
-def _check_rows(name: str, rows: torch.Tensor, segments: AdapterSegments, group: ModuleGroup, width: int) -> None:
-    dtype = group.pages.dtype
-    _check_segments(segments, group.num_slots)
-    check_devices(**{name: rows}, order=segments.order, pages=group.pages, first=group.first)
-    if rows.shape != (segments.num_tokens, width) or rows.dtype != dtype:
-        raise ValueError(
-            f"{name} is {rows.dtype} {list(rows.shape)}, want {dtype} [{segments.num_tokens}, {width}] as the segments "
-            "and the adapters are"
-        )
-
-
-def _check_segments(segments: AdapterSegments, num_slots: int) -> None:
-    if segments.num_slots > num_slots:
-        raise ValueError(
-            f"the segments are of {segments.num_slots} slots, the modules have {num_slots}: use at most that number"
-        )
-
-
 def _empty_h(planes: int, modules: int, num_tokens: int, max_rank: int, device: torch.device) -> torch.Tensor:
-    if max_rank < 0:
-        raise ValueError(f"max_rank is {max_rank}, want at least 0")
-    # A bucket, since the grids follow from it.
-    width = max(round_up(max_rank), H_ALIGN) if max_rank else 0
+    width = width_of(max_rank)
     # Zeros for Triton's interpreter, in which NumPy warns of sums of what is masked out later.
     make = torch.empty if device.type == "cuda" else torch.zeros
     return make(planes, modules, num_tokens, width, dtype=torch.float32, device=device)
@@ -314,15 +286,45 @@ def _check_ids(token_ids: torch.Tensor, num_tokens: int) -> None:
         raise ValueError(f"token_ids is {token_ids.dtype} {list(token_ids.shape)}, want int32 or int64 [{num_tokens}]")
 
 
-def _check_h(h: torch.Tensor, group: ModuleGroup, segments: AdapterSegments) -> None:
-    if h.dtype != torch.float32 or h.shape[1:3] != (group.num_modules, segments.num_tokens) or h.stride(3) != 1:
+def check_rows(name: str, rows: Facts, segments: SegmentSizes, group: GroupSizes, width: int) -> None:
+    """Rows of x or y: one for each token."""
+    shape, _, dtype, device = rows
+    check_segments(segments, group.num_slots)
+    check_same_device(**{name: device}, order=segments.device, pages=group.device)
+    if shape != (segments.num_tokens, width) or dtype != group.dtype:
         raise ValueError(
-            f"h is {h.dtype} {list(h.shape)} with strides {h.stride()}, want float32 [planes, {group.num_modules}, "
+            f"{name} is {dtype} {list(shape)}, want {group.dtype} [{segments.num_tokens}, {width}] as the segments "
+            "and the adapters are"
+        )
+
+
+def check_segments(segments: SegmentSizes, num_slots: int) -> None:
+    """Segments of no more slots than the modules have."""
+    if segments.num_slots > num_slots:
+        raise ValueError(
+            f"the segments are of {segments.num_slots} slots, the modules have {num_slots}: use at most that number"
+        )
+
+
+def check_h(h: Facts, group: GroupSizes, segments: SegmentSizes) -> None:
+    """[planes, modules, T, width]"""
+    shape, strides, dtype, _ = h
+    if dtype != torch.float32 or shape[1:3] != (group.num_modules, segments.num_tokens) or strides[3] != 1:
+        raise ValueError(
+            f"h is {dtype} {list(shape)} with strides {strides}, want float32 [planes, {group.num_modules}, "
             f"{segments.num_tokens}, width] with ranks side by side"
         )
 
 
-def _check_epilogue(epilogue: Epilogue, group: ModuleGroup, add_inputs: bool) -> None:
+def width_of(max_rank: int) -> int:
+    """Of h. A bucket, since the grids follow from it."""
+    if max_rank < 0:
+        raise ValueError(f"max_rank is {max_rank}, want at least 0")
+    return max(round_up(max_rank), H_ALIGN) if max_rank else 0
+
+
+def check_epilogue(epilogue: Epilogue, group: ModuleGroup, add_inputs: bool) -> None:
+    """Tables and vectors of these modules."""
     if epilogue.dora_scale is not None and not add_inputs:
         raise ValueError("a DoRA scale multiplies the base output as well: it needs add_inputs=True")
     if epilogue.base_bias is not None and epilogue.dora_scale is None:

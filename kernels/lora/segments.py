@@ -6,7 +6,8 @@ Building them never waits for the device, so that a captured graph may hold them
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,18 @@ MANY_TOKENS = 512
 COUNTS = 32
 
 
+class SegmentSizes(NamedTuple):
+    """What a launch depends on beside pointers, as plain data: a launch is prepared once for all steps like this."""
+
+    num_tokens: int
+    num_blocks: int
+    block_tokens: int
+    num_slots: int
+    is_counted: bool  # parts of sums may be joined
+    has_token_slots: bool
+    device: torch.device
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterSegments:
     """Blocks of tokens that share a slot. Build them with `adapter_segments`."""
@@ -42,6 +55,12 @@ class AdapterSegments:
     num_done: torch.Tensor | None = None
     # int32 [T]: the slot of each token; a value outside 0 .. num_slots - 1 means no slot. None: not kept by token.
     token_slots: torch.Tensor | None = None
+    sizes: SegmentSizes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        counts = (self.order.shape[0], self.block_slot.shape[0], self.block_tokens, self.num_slots)
+        has = (self.num_done is not None, self.token_slots is not None)
+        object.__setattr__(self, "sizes", SegmentSizes(*counts, *has, self.order.device))
 
     @property
     def num_tokens(self) -> int:

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
-from kernels.devices import device_name
-from kernels.lora.expansion import Expansion
+from kernels.devices import check_same_device, name_of
 from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch, steps_of_program
-from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, ModuleGroup
-from kernels.lora.segments import AdapterSegments, padded_block_tokens
+from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, EpilogueSizes, GroupSizes, ModuleGroup
+from kernels.lora.ops import check_h, check_rows
+from kernels.lora.segments import AdapterSegments, SegmentSizes, padded_block_tokens
 from kernels.lora.triton_pages import (
     EXPAND_RANKS,
     LEAST_EXPAND_RANKS,
@@ -26,7 +26,8 @@ from kernels.lora.triton_pages import (
     spread,
     tokens_in_rows,
 )
-from kernels.triton_launch import kernel
+from kernels.tensor_facts import Facts, facts
+from kernels.triton_launch import Prepared, kernel, no_launch, prepare, prepares
 
 
 @triton.jit
@@ -242,56 +243,39 @@ def expand_kernel(
                 )  # fmt: skip
 
 
-def expand_arguments(h: torch.Tensor, group: ModuleGroup, epilogue: Epilogue | None) -> dict[str, Any]:
-    """What every kernel takes that expands h [planes, modules, T, width], by the names of `expanded`; and rank_ptr."""
-    dora_scale, lora_bias, base_bias = (
-        (epilogue.dora_scale, epilogue.lora_bias, epilogue.base_bias) if epilogue else (None,) * 3
-    )
-    values = h if epilogue is None else epilogue.values
-    # A missing table is passed as another pointer, which is not read.
+def expand_numbers(h: Facts, group: GroupSizes, epilogue: EpilogueSizes | None) -> dict[str, Any]:
+    """What every kernel takes that expands h [planes, modules, T, width], by name, beside `expand_pointers`."""
+    (planes, _, _, width), strides, _, _ = h
+    page_values, stride_dora_scale, stride_lora_bias, has_base_bias = epilogue or (1, None, None, False)
     return {
-        "h_ptr": h,
-        "pages_ptr": group.pages,
-        "page_ids_ptr": group.page_ids,
-        "first_ptr": group.first,
-        "rank_ptr": group.rank,
-        "scaling_ptr": group.scaling,
-        "values_ptr": values,
-        "dora_scale_ptr": h if dora_scale is None else dora_scale,
-        "lora_bias_ptr": h if lora_bias is None else lora_bias,
-        "base_bias_ptr": h if base_bias is None else base_bias,
-        "in_tiles": ceil_div(group.in_features, group.pages.shape[2]),
-        "width": h.shape[3],
-        "stride_hp": h.stride(0),
-        "stride_hs": h.stride(1),
-        "stride_ht": h.stride(2),
-        "stride_table": group.first.stride(0),
-        "stride_dora_scale": 0 if dora_scale is None else dora_scale.stride(0),
-        "stride_lora_bias": 0 if lora_bias is None else lora_bias.stride(0),
-        "BLOCK_R": LEAST_EXPAND_RANKS if h.shape[3] <= LEAST_EXPAND_RANKS else EXPAND_RANKS,
-        "ONE_STEP": h.shape[3] <= EXPAND_RANKS,
-        "NUM_PLANES": h.shape[0],
-        "H_ALIGN": H_ALIGN if all(n % H_ALIGN == 0 for n in (h.shape[3], *h.stride()[:3])) else 1,
-        "HAS_DORA_SCALE": dora_scale is not None,
-        "HAS_LORA_BIAS": lora_bias is not None,
-        "HAS_BASE_BIAS": base_bias is not None,
-        "TILE_WIDTH": group.pages.shape[2],
+        "in_tiles": ceil_div(group.in_features, group.page_columns),
+        "width": width,
+        "stride_hp": strides[0],
+        "stride_hs": strides[1],
+        "stride_ht": strides[2],
+        "stride_table": group.stride_table,
+        "stride_dora_scale": stride_dora_scale or 0,
+        "stride_lora_bias": stride_lora_bias or 0,
+        "BLOCK_R": LEAST_EXPAND_RANKS if width <= LEAST_EXPAND_RANKS else EXPAND_RANKS,
+        "ONE_STEP": width <= EXPAND_RANKS,
+        "NUM_PLANES": planes,
+        "H_ALIGN": H_ALIGN if all(n % H_ALIGN == 0 for n in (width, *strides[:3])) else 1,
+        "HAS_DORA_SCALE": stride_dora_scale is not None,
+        "HAS_LORA_BIAS": stride_lora_bias is not None,
+        "HAS_BASE_BIAS": has_base_bias,
+        "TILE_WIDTH": group.page_columns,
         "PAGE_RANKS": PAGE_RANKS,
-        "PAGE_VALUES": 1 if epilogue is None else values.shape[1],
+        "PAGE_VALUES": page_values,
     }
 
 
-def folded_arguments(expansion: Expansion) -> dict[str, Any]:
-    """What every kernel takes that expands on the way to something else, by name: the same bits as an expand's own."""
-    y, group, segments = expansion.y, expansion.group, expansion.segments
-    assert segments.token_slots is not None, "columns_of_tiles says that there is no tile"
-    return {
-        "y_ptr": y,
-        "token_slots_ptr": segments.token_slots,
-        "num_slots": segments.num_slots,
-        "stride_yt": y.stride(0),
-        **expand_arguments(expansion.h, group, expansion.epilogue),
-    }
+def expand_pointers(h: torch.Tensor, group: ModuleGroup, epilogue: Epilogue | None) -> tuple[torch.Tensor, ...]:
+    """From h_ptr to base_bias_ptr. A missing table is passed as another pointer, which is not read."""
+    weights = (h, group.pages, group.page_ids, group.first, group.scaling)
+    if epilogue is None:
+        return *weights, h, h, h, h
+    tables = (epilogue.dora_scale, epilogue.lora_bias, epilogue.base_bias)
+    return *weights, epilogue.values, *(h if table is None else table for table in tables)
 
 
 def expand(
@@ -305,33 +289,56 @@ def expand(
     launch: ExpandLaunch | None = None,
 ) -> None:
     """h [planes, modules, T, width] into y [T, sum of out]. Without add_inputs rows without an adapter are zero."""
+    vectors = None if epilogue is None else epilogue.sizes
+    prepared = _prepare(facts(h), facts(y), group.sizes, segments.sizes, vectors, add_inputs, launch)
     if not add_inputs:
         y.zero_()
+    prepared(
+        y,
+        group.rank,
+        segments.order,
+        segments.block_slot,
+        segments.block_start,
+        segments.block_end,
+        *expand_pointers(h, group, epilogue),
+    )
+
+
+@prepares
+def _prepare(
+    h: Facts,
+    y: Facts,
+    group: GroupSizes,
+    segments: SegmentSizes,
+    epilogue: EpilogueSizes | None,
+    add_inputs: bool,
+    launch: ExpandLaunch | None,
+) -> Prepared:
+    _, strides, dtype, device = y
+    check_rows("y", y, segments, group, sum(group.out_features))
+    check_h(h, group, segments)
+    check_same_device(y=device, h=h[3])
     if segments.num_blocks == 0:
-        return
-    launch = launch or expand_launch(device_name(y), Sizes.of_expand(y, h, group))
+        return no_launch
+    launch = launch or expand_launch(name_of(device), Sizes.of(group, h[0], max(group.out_features)))
     num_tiles = steps_of_program(segments.num_blocks, ceil_div(sum(group.out_features), launch.out_columns))
     chunk = num_tiles * launch.out_columns
     grid = (segments.num_blocks, sum(ceil_div(width, chunk) for width in group.out_features))
-    expand_kernel[grid](
-        y_ptr=y,
-        order_ptr=segments.order,
-        block_slot_ptr=segments.block_slot,
-        block_start_ptr=segments.block_start,
-        block_end_ptr=segments.block_end,
-        num_slots=segments.num_slots,
-        num_tiles=num_tiles,
-        stride_yt=y.stride(0),
-        stride_yn=y.stride(1),
-        **expand_arguments(h, group, epilogue),
-        OUT_FEATURES=group.out_features,
-        NUM_MODULES=group.num_modules,
-        ALIGN=16 if all(features % 16 == 0 for features in group.out_features) else 1,
-        BLOCK_T=padded_block_tokens(segments.block_tokens),
-        BLOCK_N=launch.out_columns,
-        RUNS=runs_of(launch.out_columns, launch.num_warps, y.element_size()),
-        ADD_INPUTS=add_inputs,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        enable_fp_fusion=False,
-    )
+    numbers = {
+        "num_slots": segments.num_slots,
+        "num_tiles": num_tiles,
+        "stride_yt": strides[0],
+        "stride_yn": strides[1],
+        **expand_numbers(h, group, epilogue),
+        "OUT_FEATURES": group.out_features,
+        "NUM_MODULES": group.num_modules,
+        "ALIGN": 16 if all(features % 16 == 0 for features in group.out_features) else 1,
+        "BLOCK_T": padded_block_tokens(segments.block_tokens),
+        "BLOCK_N": launch.out_columns,
+        "RUNS": runs_of(launch.out_columns, launch.num_warps, dtype.itemsize),
+        "ADD_INPUTS": add_inputs,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "enable_fp_fusion": False,
+    }
+    return prepare(expand_kernel, grid, numbers)

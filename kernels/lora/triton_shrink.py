@@ -6,16 +6,24 @@ own plane. Planes are added in the same order by the program that ends last, or 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
+from triton import knobs
 
 from kernels.buckets import ceil_div
-from kernels.devices import device_name
-from kernels.lora.launch import ShrinkLaunch, Sizes, num_parts, part_steps, shrink_launch
-from kernels.lora.layout import PAGE_RANKS, ModuleGroup
-from kernels.lora.segments import COUNTS, AdapterSegments, padded_block_tokens
+from kernels.devices import name_of
+from kernels.lora.launch import MIN_RANKS, ShrinkLaunch, Sizes, num_parts, part_steps, shrink_launch
+from kernels.lora.layout import PAGE_RANKS, GroupSizes, ModuleGroup
+from kernels.lora.ops import check_rows, width_of
+from kernels.lora.segments import COUNTS, MANY_TOKENS, AdapterSegments, SegmentSizes, padded_block_tokens
 from kernels.lora.triton_pages import page_offsets, pages_at, tokens_between
-from kernels.triton_launch import kernel
+from kernels.tensor_facts import Facts, facts
+from kernels.triton_launch import Prepared, kernel, no_launch, prepare, prepares
+
+# Zeros for the interpreter, in which NumPy warns of sums of what is masked out later.
+_new = torch.Tensor.new_zeros if knobs.runtime.interpret else torch.Tensor.new_empty
 
 
 @kernel(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])
@@ -129,6 +137,23 @@ def shrink_kernel(
                     tl.store(done_ptr, 0)
 
 
+class Form(NamedTuple):
+    """How lora_shrink computes a kind of product."""
+
+    h: tuple[int, ...]  # [planes, modules, T, width]
+    joined: tuple[int, ...] | None  # None: planes are not joined
+    launch: Prepared
+
+
+def shrink_group(x: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, max_rank: int) -> torch.Tensor:
+    """See kernels.lora.ops.lora_shrink."""
+    shape, joined_shape, launch = _form(facts(x), group.sizes, segments.sizes, max_rank)
+    h = _new(x, shape, dtype=torch.float32)
+    joined = h if joined_shape is None else _new(x, joined_shape, dtype=torch.float32)
+    _run(launch, x, h, joined, group, segments)
+    return joined
+
+
 def shrink(
     x: torch.Tensor,
     h: torch.Tensor,
@@ -144,48 +169,94 @@ def shrink(
 
     joined [1, modules, T, width] gets the sum of several planes; the segments must count what is done.
     """
-    planes, num_modules, _, width = h.shape
-    assert joined is None or (segments.num_done is not None and planes > 1), "there is nothing to join, or to count by"
     assert joined is None or joined.stride()[1:] == h.stride()[1:], f"joined has strides {joined.stride()}"
-    parts = num_parts(group.in_features) if parts is None else parts
-    assert planes in (1, parts), f"{planes} planes for {parts} parts"
-    if segments.num_blocks == 0 or width == 0:
-        return
-    launch = launch or shrink_launch(device_name(x), Sizes.of_shrink(x, h, group))
-    grid = (segments.num_blocks, ceil_div(width, launch.ranks) * planes, num_modules)
-    shrink_kernel[grid](
+    is_joined = joined is not None
+    prepared = _prepare(x.stride(), facts(h), is_joined, parts, scaling, group.sizes, segments.sizes, launch)
+    _run(prepared, x, h, h if joined is None else joined, group, segments)
+
+
+def _run(
+    launch: Prepared,
+    x: torch.Tensor,
+    h: torch.Tensor,
+    joined: torch.Tensor,
+    group: ModuleGroup,
+    segments: AdapterSegments,
+) -> None:
+    order, num_done = segments.order, segments.num_done
+    launch(
         x,
         h,
-        h if joined is None else joined,
-        segments.order if segments.num_done is None else segments.num_done,
+        joined,
+        order if num_done is None else num_done,
         group.pages,
         group.page_ids,
         group.first,
         group.rank,
-        segments.order,
+        order,
         segments.block_slot,
         segments.block_start,
         segments.block_end,
-        segments.num_slots,
-        scaling,
-        group.in_features,
-        width,
-        x.stride(0),
-        x.stride(1),
-        h.stride(0),
-        h.stride(1),
-        h.stride(2),
-        group.first.stride(0),
-        BLOCK_T=padded_block_tokens(segments.block_tokens),
-        BLOCK_R=launch.ranks,
-        BLOCK_K=launch.in_columns,
-        NUM_PARTS=parts,
-        PART_STEPS=part_steps(group.in_features, parts, launch.in_columns),
-        HAS_PLANES=planes > 1,
-        IS_JOINED=joined is not None,
-        COUNTS=COUNTS,
-        TILE_WIDTH=group.pages.shape[2],
-        PAGE_RANKS=PAGE_RANKS,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
     )
+
+
+@prepares
+def _form(x: Facts, group: GroupSizes, segments: SegmentSizes, max_rank: int) -> Form:
+    check_rows("x", x, segments, group, group.in_features)
+    _, x_strides, _, device = x
+    planes = num_parts(group.in_features) if segments.num_tokens < MANY_TOKENS else 1
+    shape = torch.Size((planes, group.num_modules, segments.num_tokens, width_of(max_rank)))
+    counts = group.num_modules * ceil_div(shape[3], MIN_RANKS)
+    is_joined = planes > 1 and segments.is_counted and counts <= COUNTS
+    # As of a dense tensor.
+    strides = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
+    h = (shape, strides, torch.float32, device)
+    launch = _prepare(x_strides, h, is_joined, None, 1.0, group, segments, None)
+    return Form(shape, (1, *shape[1:]) if is_joined else None, launch)
+
+
+@prepares
+def _prepare(
+    x_strides: tuple[int, ...],
+    h: Facts,
+    is_joined: bool,
+    parts: int | None,
+    scaling: float,
+    group: GroupSizes,
+    segments: SegmentSizes,
+    launch: ShrinkLaunch | None,
+) -> Prepared:
+    shape, strides, _, device = h
+    planes, num_modules, _, width = shape
+    assert not is_joined or (segments.is_counted and planes > 1), "there is nothing to join, or to count by"
+    parts = num_parts(group.in_features) if parts is None else parts
+    assert planes in (1, parts), f"{planes} planes for {parts} parts"
+    if segments.num_blocks == 0 or width == 0:
+        return no_launch
+    launch = launch or shrink_launch(name_of(device), Sizes.of(group, shape, group.in_features))
+    grid = (segments.num_blocks, ceil_div(width, launch.ranks) * planes, num_modules)
+    numbers = {
+        "num_slots": segments.num_slots,
+        "scaling": scaling,
+        "in_features": group.in_features,
+        "width": width,
+        "stride_xt": x_strides[0],
+        "stride_xk": x_strides[1],
+        "stride_hp": strides[0],
+        "stride_hs": strides[1],
+        "stride_ht": strides[2],
+        "stride_table": group.stride_table,
+        "BLOCK_T": padded_block_tokens(segments.block_tokens),
+        "BLOCK_R": launch.ranks,
+        "BLOCK_K": launch.in_columns,
+        "NUM_PARTS": parts,
+        "PART_STEPS": part_steps(group.in_features, parts, launch.in_columns),
+        "HAS_PLANES": planes > 1,
+        "IS_JOINED": is_joined,
+        "COUNTS": COUNTS,
+        "TILE_WIDTH": group.page_columns,
+        "PAGE_RANKS": PAGE_RANKS,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }
+    return prepare(shrink_kernel, grid, numbers)

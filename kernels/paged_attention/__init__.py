@@ -7,15 +7,27 @@ The server uses `paged_attention`, without alibi_slopes and sparsity; it does no
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from kernels.devices import check_devices, runs_triton
+from kernels.devices import check_same_device, runs_triton
 from kernels.fp8 import FP8, KVScale, check_scales
 from kernels.paged_attention import cpu
 from kernels.paged_attention.batch import AttentionBatch, RowBatch
-from kernels.paged_attention.options import BlockSparsity, Options
+from kernels.paged_attention.options import BlockSparsity, Options, OptionSizes
+from kernels.tensor_facts import Facts, facts
 
-__all__ = ["AttentionBatch", "BlockSparsity", "RowBatch", "cross_attention", "encoder_attention", "paged_attention"]
+__all__ = [
+    "AttentionBatch",
+    "BlockSparsity",
+    "Options",
+    "RowBatch",
+    "attend",
+    "cross_attention",
+    "encoder_attention",
+    "paged_attention",
+]
 
 
 def paged_attention(
@@ -42,9 +54,20 @@ def paged_attention(
     read with the scales that store_kv was given. Head sizes above 256 run without Triton. The block tables are not
     checked: an entry outside the caches reads other memory.
     """
+    options = Options(scale, sliding_window, softcap, sinks, alibi_slopes, sparsity, key_scale, value_scale)
+    return attend(query, key_cache, value_cache, batch, options)
+
+
+def attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: AttentionBatch | RowBatch,
+    options: Options,
+) -> torch.Tensor:
+    """paged_attention with options that are kept between steps."""
     if not batch.is_causal:
         raise ValueError("the batch is not causal; want one of AttentionBatch.build, or cross_attention")
-    options = Options(scale, sliding_window, softcap, sinks, alibi_slopes, sparsity, key_scale, value_scale)
     return _attend(query, key_cache, value_cache, batch, options)
 
 
@@ -103,28 +126,27 @@ def _attend(
     options: Options,
 ) -> torch.Tensor:
     """Check the arguments, then run the implementation for the device."""
-    num_heads, dim = query.shape[-2:]
-    num_kv_heads = key_cache.shape[2]
     if query.dim() != 3 or query.shape[0] != batch.num_tokens:
         raise ValueError(f"query is {tuple(query.shape)}, the batch has {batch.num_tokens} tokens")
-    if dim != key_cache.shape[3] or num_heads % num_kv_heads or key_cache.shape[:3] != value_cache.shape[:3]:
-        raise ValueError(
-            f"query {tuple(query.shape)} does not fit caches {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
-        )
-    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (query.dtype, FP8):
-        raise ValueError(f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}")
-    check_scales(key_cache, value_cache, options.key_scale, options.value_scale)
-    options.check(num_heads)
-    check_devices(
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        sinks=options.sinks,
-        alibi_slopes=options.alibi_slopes,
-    )
+    _check(facts(query), facts(key_cache), facts(value_cache), options.sizes)
     if runs_triton(query):
         from kernels.paged_attention.triton_kernel import can_serve, paged_attention as launch
 
         if can_serve(key_cache, value_cache):
             return launch(query, key_cache, value_cache, batch, options)
     return cpu.paged_attention(query.contiguous(), key_cache, value_cache, batch.on_host(), options)
+
+
+@lru_cache(maxsize=1024)
+def _check(query: Facts, key_cache: Facts, value_cache: Facts, options: OptionSizes) -> None:
+    """Raise ValueError for what does not fit each other. Cached: most steps and layers have the same shapes."""
+    (_, num_heads, dim), keys, values = query[0], key_cache[0], value_cache[0]
+    if dim != keys[3] or num_heads % keys[2] or keys[:3] != values[:3]:
+        raise ValueError(f"query {tuple(query[0])} does not fit caches {tuple(keys)} and {tuple(values)}")
+    if key_cache[2] != value_cache[2] or key_cache[2] not in (query[2], FP8):
+        raise ValueError(f"query is {query[2]}, the caches are {key_cache[2]} and {value_cache[2]}")
+    check_scales(key_cache, value_cache, options.key_scale, options.value_scale)
+    options.check(num_heads)
+    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    tensors |= {name: each for name in ("sinks", "alibi_slopes") if (each := getattr(options, name)) is not None}
+    check_same_device(**{name: each[3] for name, each in tensors.items()})

@@ -82,7 +82,7 @@ class AttentionBatch:
     table_rows: npt.NDArray[np.int32] | None = None  # [num_seqs]: each sequence's row of device_tables
     _groups: dict[tuple[object, ...], list[DecodeGroup]] = field(default_factory=dict)
     _prefills: dict[tuple[object, ...], list[PrefillSequence]] = field(default_factory=dict)
-    _on_device: dict[torch.device, DeviceBatch] = field(default_factory=dict)
+    _on_device: dict[tuple[torch.device, int], DeviceBatch] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -157,15 +157,15 @@ class AttentionBatch:
 
     def on_device(self, device: torch.device, block_size: int) -> DeviceBatch:
         """What the GPU kernels read, uploaded by the first layer."""
-        self.check_width(block_size)
-        if device not in self._on_device:
+        if (device, block_size) not in self._on_device:
+            self.check_width(block_size)
             lengths = (self.query_start, self.context_lens)
             if self.device_tables is not None and self.table_rows is not None and self.device_tables.device == device:
                 there = DeviceBatch.of_rows(self.device_tables, self.table_rows, *lengths, is_causal=self.is_causal)
             else:
                 there = DeviceBatch.build(self.host_tables, *lengths, device, is_causal=self.is_causal)
-            self._on_device[device] = there
-        return self._on_device[device]
+            self._on_device[device, block_size] = there
+        return self._on_device[device, block_size]
 
     def check_width(self, block_size: int) -> None:
         """Refuse a sequence that its row of the block table cannot hold."""
@@ -229,7 +229,7 @@ class RowBatch:
     @property
     def num_tokens(self) -> int:
         """Of the step."""
-        return len(self.table_rows)
+        return self.table_rows.shape[0]
 
     def on_device(self, device: torch.device, block_size: int) -> DeviceBatch:
         """What the GPU kernels read. Nothing is uploaded."""

@@ -104,7 +104,7 @@ class Inputs:
         """With every tensor but the batch's on the device."""
 
         def there(part: object) -> dict[str, object]:
-            values = {field.name: getattr(part, field.name) for field in fields(part)}  # type: ignore[arg-type]  # a dataclass
+            values = {field.name: getattr(part, field.name) for field in fields(part) if field.init}  # type: ignore[arg-type]  # a dataclass
             return {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
         return Inputs(**{**there(self), "options": Options(**there(self.options))})  # type: ignore[arg-type]  # as they were

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,7 @@ class Work:
     num_parts: int  # the programs that leave a part to join are among the first so many
 
 
-@dataclass(frozen=True, slots=True)
-class Splitting:
+class Splitting(NamedTuple):
     """How a kernel splits sequences. Key of a batch's work."""
 
     split_keys: int
@@ -64,7 +64,7 @@ class DeviceBatch:
     host_start: npt.NDArray[np.int32]
     host_lens: npt.NDArray[np.int32]  # or what no length exceeds, where the host does not know them
     has_exact_lens: bool = True
-    _work: dict[Splitting, Work] = field(default_factory=dict)
+    _work: dict[Splitting, Work | None] = field(default_factory=dict)
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -109,23 +109,21 @@ class DeviceBatch:
         """
         if splitting not in self._work:
             lens = self.host_lens[np.diff(self.host_start) == 1].astype(np.int64)
-            if len(lens) == 0:
-                return None
-            num_more = int(np.maximum(splitting.most_splits(lens) - 1, 0).sum())
-            num_more = bucket(num_more) if self.has_exact_lens else num_more
-            device = self.query_start.device
-            sizes = (1, 4 * (len(lens) + num_more), int(self.host_start[-1]) * splitting.tiles)
-            # The number is read just before the first programs: it lies beside them.
-            num_programs, programs, num_done = empty_parts(device, *sizes)
-            work = Work(
-                programs.view(-1, 4),
-                num_programs,
-                num_done.view(-1, splitting.tiles),
-                min(len(lens), num_more) + num_more,
-            )
-            write(work)
-            self._work[splitting] = work
+            self._work[splitting] = self._new_work(lens, splitting, write) if len(lens) else None
         return self._work[splitting]
+
+    def _new_work(self, lens: npt.NDArray[np.int64], splitting: Splitting, write: Callable[[Work], None]) -> Work:
+        num_more = int(np.maximum(splitting.most_splits(lens) - 1, 0).sum())
+        num_more = bucket(num_more) if self.has_exact_lens else num_more
+        device = self.query_start.device
+        sizes = (1, 4 * (len(lens) + num_more), int(self.host_start[-1]) * splitting.tiles)
+        # The number is read just before the first programs: it lies beside them.
+        num_programs, programs, num_done = empty_parts(device, *sizes)
+        work = Work(
+            programs.view(-1, 4), num_programs, num_done.view(-1, splitting.tiles), min(len(lens), num_more) + num_more
+        )
+        write(work)
+        return work
 
     def tiles(self, queries_per_tile: int) -> torch.Tensor:
         """int32 [num_tiles, 2]: (sequence, its first query in the tile) of every sequence with several queries.

@@ -112,13 +112,12 @@ class Sizes:
     def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Sizes:
         """Sizes of query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] and [..., Dv]."""
         dim, group = max(query.shape[2], value_cache.shape[3]), query.shape[1] // key_cache.shape[2]
-        return _sizes(query.dtype, key_cache.dtype, dim, group)
+        return cls.of_model(query.dtype, key_cache.dtype, dim, group)
 
-
-# Cached: a step needs sizes and parameters in each layer, and names of dtypes and the tables' look-up take longer.
-@lru_cache(maxsize=256)
-def _sizes(dtype: torch.dtype, cache: torch.dtype, dim: int, group: int) -> Sizes:
-    return Sizes(str(dtype).removeprefix("torch."), str(cache).removeprefix("torch."), dim, group)
+    @classmethod
+    def of_model(cls, dtype: torch.dtype, cache: torch.dtype, dim: int, group: int) -> Sizes:
+        """Sizes of these dtypes."""
+        return cls(str(dtype).removeprefix("torch."), str(cache).removeprefix("torch."), dim, group)
 
 
 @lru_cache(maxsize=256)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from kernels.fp8 import KVScale
+from kernels.fp8 import KVScale, scale_facts
+from kernels.tensor_facts import Facts, facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +44,17 @@ class BlockSparsity:
         return (key_block > query_block - self.local_blocks) | is_vertical
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Options:
-    """See `paged_attention`."""
+class OptionSizes(NamedTuple):
+    """Options as plain data."""
 
     scale: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [Hq]
-    alibi_slopes: torch.Tensor | None = None  # [Hq]; the server does not use them yet
-    sparsity: BlockSparsity | None = None
-    key_scale: KVScale = 1.0
-    value_scale: KVScale = 1.0
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Facts | None
+    alibi_slopes: Facts | None
+    sparsity: BlockSparsity | None
+    key_scale: float | Facts
+    value_scale: float | Facts
 
     def check(self, num_heads: int) -> None:
         """Raise ValueError for a value out of range."""
@@ -64,5 +65,26 @@ class Options:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap is {self.softcap}, want more than 0 or None")
         for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
-            if per_head is not None and (per_head.shape != (num_heads,) or not per_head.is_floating_point()):
-                raise ValueError(f"{name} is {per_head.dtype} {tuple(per_head.shape)}, want floats [{num_heads}]")
+            if per_head is not None and (per_head[0] != (num_heads,) or not per_head[2].is_floating_point):
+                raise ValueError(f"{name} is {per_head[2]} {tuple(per_head[0])}, want floats [{num_heads}]")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """See `paged_attention`. One object serves all steps of a layer."""
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [Hq]
+    alibi_slopes: torch.Tensor | None = None  # [Hq]; the server does not use them yet
+    sparsity: BlockSparsity | None = None
+    key_scale: KVScale = 1.0
+    value_scale: KVScale = 1.0
+    sizes: OptionSizes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        sinks, slopes = (None if each is None else facts(each) for each in (self.sinks, self.alibi_slopes))
+        scales = (scale_facts(self.key_scale), scale_facts(self.value_scale))
+        numbers = (self.scale, self.sliding_window, self.softcap)
+        object.__setattr__(self, "sizes", OptionSizes(*numbers, sinks, slopes, self.sparsity, *scales))

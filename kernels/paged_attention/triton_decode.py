@@ -8,6 +8,7 @@ follow from its own lengths, and parts are joined in order. The one atomic opera
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
-from kernels.devices import num_multiprocessors
+from kernels.devices import multiprocessors_of
 from kernels.paged_attention.device_batch import DeviceBatch, Splitting
 from kernels.paged_attention.launch import DecodeLaunch
 from kernels.paged_attention.triton_loop import attend, decode_range, finish, fold
 from kernels.paged_attention.triton_work import write_list
-from kernels.triton_launch import kernel
+from kernels.triton_launch import Prepared, kernel, prepare, prepares
 
 JOINED = 2  # splits that the last program to end loads at once
 
@@ -259,48 +260,75 @@ def decode_kernel(
                     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeForm:
+    """How queries of a model attend: what its steps share."""
+
+    splitting: Splitting
+    units: int
+    most_programs: int
+    numbers: Mapping[str, Any]  # of the kernel, without the stride of the tables
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any], num_heads: int, device: torch.device, launch: DecodeLaunch) -> DecodeForm:
+        """`numbers`: what decode and prefill share, by name."""
+        group = numbers["GROUP"]
+        heads = 1 if numbers["HEAD_STEP"] > 0 else min(group, launch.block_m)
+        head_tiles = ceil_div(group, heads)
+        tiles = num_heads // group * head_tiles
+        # Sparse blocks take the registers of a second sum.
+        units = launch.units if numbers["SPARSE_BLOCK"] == 0 else 1
+        own = {
+            "TILES": tiles,
+            "BLOCK_N": launch.block_n,
+            "SPLIT_KEYS": launch.split_keys,
+            "SPLITS": launch.max_splits,
+            "UNITS": units,
+            "HEADS": heads,
+            "HEAD_TILES": head_tiles,
+            "BLOCK_M": launch.block_m,
+            "ROWS": round_up(heads),
+            "JOINED": JOINED,
+            "num_warps": launch.num_warps,
+            "num_stages": launch.num_stages,
+        }
+        window = numbers["window"] if numbers["HAS_WINDOW"] else None
+        splitting = Splitting(launch.split_keys, launch.max_splits, tiles, launch.block_n, window)
+        return cls(splitting, units, multiprocessors_of(device) * launch.programs, {**numbers, **own})
+
+
 def run_decode(
     output: torch.Tensor,
+    rows: tuple[torch.Tensor, ...],
+    of_options: tuple[torch.Tensor, ...],
     batch: DeviceBatch,
-    arguments: Mapping[str, Any],
-    launch: DecodeLaunch,
+    form: DecodeForm,
 ) -> None:
     """Attend, and join what was split.
 
     The parts take 4 * Hq * (Dv + 2) bytes for each program where a sequence is split, else nothing.
-    arguments: what decode and prefill share, by name.
+    rows and of_options: the kernel's pointers from query_ptr to block_tables_ptr, and from sinks_ptr on.
     """
-    num_heads, value_dim = output.shape[1:]
-    group = arguments["GROUP"]
-    heads = 1 if arguments["HEAD_STEP"] > 0 else min(group, launch.block_m)
-    head_tiles = ceil_div(group, heads)
-    tiles = num_heads // group * head_tiles
-    window = arguments["window"] if arguments["HAS_WINDOW"] else None
-    splitting = Splitting(launch.split_keys, launch.max_splits, tiles, launch.block_n, window)
+    splitting = form.splitting
     work = batch.work(splitting, lambda work: write_list(work, batch, splitting))
     if work is None:
         return
-    # Sparse blocks take the registers of a second sum.
-    units = launch.units if arguments["SPARSE_BLOCK"] == 0 else 1
-    num_programs = min(num_multiprocessors(output) * launch.programs, len(work.programs) * units * tiles)
+    tiles = splitting.tiles
+    num_programs = min(form.most_programs, work.programs.shape[0] * form.units * tiles)
     num_parts = max(work.num_parts, num_programs // tiles)  # or of units
-    decode_kernel[(num_programs,)](
-        **arguments,
-        part_ptr=output.new_empty(num_parts, num_heads, value_dim, dtype=torch.float32),
-        part_sum_ptr=output.new_empty(num_parts, num_heads, 2, dtype=torch.float32),
-        programs_ptr=work.programs,
-        num_programs_ptr=work.num_programs,
-        num_done_ptr=work.num_done,
-        TILES=tiles,
-        BLOCK_N=launch.block_n,
-        SPLIT_KEYS=launch.split_keys,
-        SPLITS=launch.max_splits,
-        UNITS=units,
-        HEADS=heads,
-        HEAD_TILES=head_tiles,
-        BLOCK_M=launch.block_m,
-        ROWS=round_up(heads),
-        JOINED=JOINED,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+    _, num_heads, value_dim = output.shape
+    _prepare(form, num_programs, batch.block_tables.stride(0))(
+        output,
+        output.new_empty(num_parts, num_heads, value_dim, dtype=torch.float32),
+        output.new_empty(num_parts, num_heads, 2, dtype=torch.float32),
+        *rows,
+        work.programs,
+        work.num_programs,
+        work.num_done,
+        *of_options,
     )
+
+
+@prepares
+def _prepare(form: DecodeForm, num_programs: int, stride_table: int) -> Prepared:
+    return prepare(decode_kernel, (num_programs,), {**form.numbers, "stride_table": stride_table})

@@ -6,18 +6,20 @@ Both run the same loop over tiles of keys with the query heads of one key head a
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kernels.buckets import round_up
-from kernels.devices import device_name
+from kernels.devices import name_of
 from kernels.paged_attention.batch import AttentionBatch, RowBatch
-from kernels.paged_attention.device_batch import DeviceBatch
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes, decode_launch, prefill_launch
-from kernels.paged_attention.options import Options
-from kernels.paged_attention.triton_decode import run_decode
-from kernels.paged_attention.triton_prefill import run_prefill
+from kernels.paged_attention.options import Options, OptionSizes
+from kernels.paged_attention.triton_decode import DecodeForm, run_decode
+from kernels.paged_attention.triton_prefill import PrefillForm, run_prefill
+from kernels.tensor_facts import Facts, facts
+from kernels.triton_launch import prepares
 
 LOG2E = math.log2(math.e)
 MAX_HEAD_DIM = 256
@@ -40,80 +42,93 @@ def paged_attention(
     prefill: PrefillLaunch | None = None,
 ) -> torch.Tensor:
     """See the package. The last two replace the launch parameters."""
-    num_tokens, num_heads, dim = query.shape
-    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
-    output = query.new_empty(num_tokens, num_heads, value_dim)
-    on_device = batch.on_device(query.device, block_size)
-    arguments = {
-        **_tensors(output, query, key_cache, value_cache, on_device),
-        **_options(options, output),
-        "GROUP": num_heads // num_kv_heads,
+    form = _form(facts(query), facts(key_cache), facts(value_cache), options.sizes, decode, prefill)
+    output = query.new_empty(*form.output_shape)
+    on_device = batch.on_device(query.device, form.block_size)
+    # An option that is off reads nothing through its pointer.
+    of_options = (
+        output if options.sinks is None else options.sinks.contiguous(),
+        output if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
+        options.key_scale if isinstance(options.key_scale, torch.Tensor) else output,
+        options.value_scale if isinstance(options.value_scale, torch.Tensor) else output,
+    )
+    rows = (query, key_cache, value_cache, on_device.block_tables)
+    run_decode(output, rows, of_options, on_device, form.decode)
+    run_prefill(output, rows, of_options, on_device, form.prefill)
+    return output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """How such queries attend to such caches."""
+
+    output_shape: tuple[int, ...]
+    block_size: int
+    decode: DecodeForm
+    prefill: PrefillForm
+
+
+@prepares
+def _form(
+    query: Facts,
+    key_cache: Facts,
+    value_cache: Facts,
+    options: OptionSizes,
+    decode: DecodeLaunch | None,
+    prefill: PrefillLaunch | None,
+) -> Form:
+    (num_tokens, num_heads, dim), query_strides, dtype, device = query
+    _, block_size, num_kv_heads, value_dim = value_cache[0]
+    group = num_heads // num_kv_heads
+    numbers = {
+        **_options(options),
+        # strides in elements; the output is dense
+        "stride_ot": num_heads * value_dim,
+        "stride_oh": value_dim,
+        **dict(zip(("stride_qt", "stride_qh", "stride_qd"), query_strides, strict=True)),
+        **dict(zip(("stride_kb", "stride_kp", "stride_kh"), key_cache[1], strict=False)),
+        **dict(zip(("stride_vb", "stride_vp", "stride_vh"), value_cache[1], strict=False)),
+        "GROUP": group,
         "KEY_DIM": dim,
         "VALUE_DIM": value_dim,
         "BLOCK_D": max(round_up(dim), 16),
         "BLOCK_DV": max(round_up(value_dim), 16),
         "BLOCK_SIZE": block_size,
     }
-    name, sizes = device_name(query), Sizes.of(query, key_cache, value_cache)
-    run_decode(output, on_device, arguments, decode or decode_launch(name, sizes))
-    run_prefill(output, on_device, arguments, prefill or prefill_launch(name, sizes))
-    return output
+    name, sizes = name_of(device), Sizes.of_model(dtype, key_cache[2], max(dim, value_dim), group)
+    return Form(
+        (num_tokens, num_heads, value_dim),
+        block_size,
+        DecodeForm.of(numbers, num_heads, device, decode or decode_launch(name, sizes)),
+        PrefillForm.of(numbers, num_heads, prefill or prefill_launch(name, sizes)),
+    )
 
 
-def _options(options: Options, output: torch.Tensor) -> dict[str, Any]:
-    """The options by the kernels' names. An option that is off reads nothing through its pointer."""
-    softcap, sparsity = options.softcap, options.sparsity
-    has_token_scales = isinstance(options.key_scale, torch.Tensor)
-    score_scale = options.scale * (1.0 if isinstance(options.key_scale, torch.Tensor) else options.key_scale)
+def _options(options: OptionSizes) -> dict[str, Any]:
+    """The options by the kernels' names."""
+    softcap, sparsity, key_scale, value_scale = (
+        options.softcap,
+        options.sparsity,
+        options.key_scale,
+        options.value_scale,
+    )
+    score_scale = options.scale * (1.0 if isinstance(key_scale, tuple) else key_scale)
     # Those of the keys and of the values are contiguous and of one shape.
-    stride_sb, stride_sp = options.key_scale.stride()[:2] if isinstance(options.key_scale, torch.Tensor) else (0, 0)
+    stride_sb, stride_sp = key_scale[1][:2] if isinstance(key_scale, tuple) else (0, 0)
     return {
         "score_scale": score_scale * LOG2E if softcap is None else score_scale / softcap,
         "softcap": 0.0 if softcap is None else softcap * LOG2E,
         "window": options.sliding_window or 0,
-        "value_scale": 1.0 if isinstance(options.value_scale, torch.Tensor) else options.value_scale,
-        "sinks_ptr": output if options.sinks is None else options.sinks.contiguous(),
-        "slopes_ptr": output if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
-        "key_scale_ptr": options.key_scale if isinstance(options.key_scale, torch.Tensor) else output,
-        "value_scale_ptr": options.value_scale if isinstance(options.value_scale, torch.Tensor) else output,
+        "value_scale": 1.0 if isinstance(value_scale, tuple) else value_scale,
         "stride_sb": stride_sb,
         "stride_sp": stride_sp,
         "HAS_WINDOW": options.sliding_window is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": options.sinks is not None,
         "HAS_SLOPES": options.alibi_slopes is not None,
-        "HAS_TOKEN_SCALES": has_token_scales,
+        "HAS_TOKEN_SCALES": isinstance(key_scale, tuple),
         "SPARSE_BLOCK": 0 if sparsity is None else sparsity.block_size,
         "LOCAL_BLOCKS": 1 if sparsity is None else sparsity.local_blocks,
         "VERTICAL_STRIDE": 1 if sparsity is None else sparsity.vertical_stride,
         "HEAD_STEP": 0 if sparsity is None else sparsity.head_sliding_step,
-    }
-
-
-def _tensors(
-    output: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: DeviceBatch,
-) -> dict[str, Any]:
-    """Pointers and strides in elements, by the kernels' names."""
-    return {
-        "out_ptr": output,
-        "query_ptr": query,
-        "key_cache_ptr": key_cache,
-        "value_cache_ptr": value_cache,
-        "block_tables_ptr": batch.block_tables,
-        "stride_ot": output.stride(0),
-        "stride_oh": output.stride(1),
-        "stride_qt": query.stride(0),
-        "stride_qh": query.stride(1),
-        "stride_qd": query.stride(2),
-        "stride_kb": key_cache.stride(0),
-        "stride_kp": key_cache.stride(1),
-        "stride_kh": key_cache.stride(2),
-        "stride_vb": value_cache.stride(0),
-        "stride_vp": value_cache.stride(1),
-        "stride_vh": value_cache.stride(2),
-        "stride_table": batch.block_tables.stride(0),
     }

@@ -8,6 +8,7 @@ sequence's output is depends on that sequence alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kernels.buckets import ceil_div
 from kernels.paged_attention.device_batch import DeviceBatch
 from kernels.paged_attention.launch import PrefillLaunch
 from kernels.paged_attention.triton_loop import attend, finish, sparse_range
-from kernels.triton_launch import kernel
+from kernels.triton_launch import Prepared, kernel, prepare, prepares
 
 
 @kernel(do_not_specialize=["stride_table", "window"])
@@ -166,27 +167,49 @@ def prefill_kernel(
     )
 
 
-def run_prefill(output: torch.Tensor, batch: DeviceBatch, arguments: Mapping[str, Any], launch: PrefillLaunch) -> None:
-    """One program per tile of queries and heads. arguments: what decode and prefill share, by name."""
-    group = arguments["GROUP"]
-    heads = 1 if arguments["HEAD_STEP"] > 0 else min(group, launch.block_m)
-    queries = launch.block_m // heads
-    work = batch.tiles(queries)
-    if len(work) == 0:
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillForm:
+    """How queries of a model attend: what its steps share."""
+
+    queries: int  # of a tile
+    num_tiles: int  # of heads
+    numbers: Mapping[str, Any]  # of the kernel, without the batch's
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any], num_heads: int, launch: PrefillLaunch) -> PrefillForm:
+        """`numbers`: what decode and prefill share, by name."""
+        group = numbers["GROUP"]
+        heads = 1 if numbers["HEAD_STEP"] > 0 else min(group, launch.block_m)
+        head_tiles = ceil_div(group, heads)
+        own = {
+            "HEADS": heads,
+            "HEAD_TILES": head_tiles,
+            "QUERIES": launch.block_m // heads,
+            "BLOCK_M": launch.block_m,
+            "BLOCK_N": launch.block_n,
+            "num_warps": launch.num_warps,
+            "num_stages": launch.num_stages,
+        }
+        return cls(launch.block_m // heads, num_heads // group * head_tiles, {**numbers, **own})
+
+
+def run_prefill(
+    output: torch.Tensor,
+    rows: tuple[torch.Tensor, ...],
+    of_options: tuple[torch.Tensor, ...],
+    batch: DeviceBatch,
+    form: PrefillForm,
+) -> None:
+    """One program per tile of queries and heads. For rows and of_options see run_decode."""
+    work = batch.tiles(form.queries)
+    if work.shape[0] == 0:
         return
-    head_tiles = ceil_div(group, heads)
-    prefill_kernel[(len(work), output.shape[1] // group * head_tiles)](
-        **arguments,
-        table_rows_ptr=batch.table_rows,
-        query_start_ptr=batch.query_start,
-        context_lens_ptr=batch.context_lens,
-        tiles_ptr=work,
-        HEADS=heads,
-        HEAD_TILES=head_tiles,
-        QUERIES=queries,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        IS_CAUSAL=batch.is_causal,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+    _prepare(form, work.shape[0], batch.block_tables.stride(0), batch.is_causal)(
+        output, *rows, batch.table_rows, batch.query_start, batch.context_lens, work, *of_options
     )
+
+
+@prepares
+def _prepare(form: PrefillForm, num_tiles: int, stride_table: int, is_causal: bool) -> Prepared:
+    of_batch = {"stride_table": stride_table, "IS_CAUSAL": is_causal}
+    return prepare(prefill_kernel, (num_tiles, form.num_tiles), {**form.numbers, **of_batch})

@@ -4,12 +4,15 @@ writes the result as FP8 rows.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from kernels.devices import runs_triton
 from kernels.fp8 import Fp8Rows
 from kernels.fp8_rows import quantize_rows
 from kernels.rms_norm import cpu, native
+from kernels.tensor_facts import Facts, facts
 
 __all__ = ["rms_norm", "rms_norm_fp8"]
 
@@ -28,8 +31,8 @@ def rms_norm(
 
     A residual [T, H] of x's dtype takes the sum residual + x in place, and the result is the norm of that sum.
     """
-    _check(x, weight, residual)
-    if _is_one_launch(x, weight, residual):
+    is_dense = _check(facts(x), facts(weight), None if residual is None else facts(residual))
+    if is_dense and runs_triton(x):
         from kernels.rms_norm.triton_kernel import rms_norm as launch
 
         return launch(x, weight, eps, residual, weight_offset)
@@ -47,8 +50,8 @@ def rms_norm_fp8(
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, Fp8Rows]:
     """rms_norm, and quantize_rows of its result."""
-    _check(x, weight, residual)
-    if _is_one_launch(x, weight, residual):
+    is_dense = _check(facts(x), facts(weight), None if residual is None else facts(residual))
+    if is_dense and runs_triton(x):
         from kernels.rms_norm.triton_kernel import rms_norm_fp8 as launch
 
         return launch(x, weight, eps, residual, weight_offset)
@@ -56,15 +59,13 @@ def rms_norm_fp8(
     return y, quantize_rows(y)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
-    """Raise ValueError for arguments that do not fit each other."""
-    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
-        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [T, H] and [H]")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, want {x.dtype} {tuple(x.shape)}")
-
-
-def _is_one_launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """Whether the GPU's kernel serves these."""
-    is_dense = x.stride(1) == 1 and weight.stride(0) == 1 and (residual is None or residual.stride(1) == 1)
-    return runs_triton(x) and is_dense and x.shape[1] <= MAX_TRITON_HIDDEN
+@lru_cache(maxsize=1024)
+def _check(x: Facts, weight: Facts, residual: Facts | None) -> bool:
+    """Whether the GPU's kernel may serve these. Raises ValueError for arguments that do not fit each other."""
+    (shape, strides, dtype, _), hidden = x, x[0][1:]
+    if len(shape) != 2 or weight[0] != hidden or hidden[0] == 0:
+        raise ValueError(f"x is {tuple(shape)} and weight {tuple(weight[0])}, want [T, H] and [H]")
+    if residual is not None and (residual[0] != shape or residual[2] != dtype):
+        raise ValueError(f"residual is {residual[2]} {tuple(residual[0])}, want {dtype} {tuple(shape)}")
+    is_dense = strides[1] == 1 and weight[1][0] == 1 and (residual is None or residual[1][1] == 1)
+    return is_dense and hidden[0] <= MAX_TRITON_HIDDEN

@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.buckets import round_up
 from kernels.fp8 import MIN_SCALE, Fp8Rows
 from kernels.fp8_rows.triton_kernel import empty_rows, num_warps_for, store_row
-from kernels.triton_launch import kernel
+from kernels.triton_launch import Prepared, kernel, no_launch, prepare, prepares
 
 
 @kernel
@@ -78,28 +78,33 @@ def _launch(
     weight_offset: float,
     rows: Fp8Rows | None,
 ) -> torch.Tensor:
-    num_tokens, hidden = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if num_tokens == 0:
-        return y
-    block = round_up(hidden)
-    rms_norm_kernel[(num_tokens,)](
-        y,
-        x,
-        y if residual is None else residual,
-        weight,
-        y if rows is None else rows.codes,
-        y if rows is None else rows.scales,
-        eps,
-        weight_offset,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        HIDDEN=hidden,
-        BLOCK_H=block,
-        HAS_RESIDUAL=residual is not None,
-        HAS_CODES=rows is not None,
-        MIN_SCALE=MIN_SCALE,
-        num_warps=num_warps_for(block),
-        enable_fp_fusion=False,
-    )
+    stride_rt = None if residual is None else residual.stride(0)
+    launch = _prepare(x.shape, x.stride(0), stride_rt, rows is not None, eps, weight_offset)
+    codes, scales = (y, y) if rows is None else (rows.codes, rows.scales)
+    launch(y, x, y if residual is None else residual, weight, codes, scales)
     return y
+
+
+@prepares
+def _prepare(
+    shape: torch.Size, stride_xt: int, stride_rt: int | None, has_codes: bool, eps: float, weight_offset: float
+) -> Prepared:
+    num_tokens, hidden = shape
+    if num_tokens == 0:
+        return no_launch
+    block = round_up(hidden)
+    numbers = {
+        "eps": eps,
+        "weight_offset": weight_offset,
+        "stride_xt": stride_xt,
+        "stride_rt": stride_rt or 0,
+        "HIDDEN": hidden,
+        "BLOCK_H": block,
+        "HAS_RESIDUAL": stride_rt is not None,
+        "HAS_CODES": has_codes,
+        "MIN_SCALE": MIN_SCALE,
+        "num_warps": num_warps_for(block),
+        "enable_fp_fusion": False,
+    }
+    return prepare(rms_norm_kernel, (num_tokens,), numbers)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
 from kernels.rope.reference import HeadNorm
-from kernels.triton_launch import kernel
+from kernels.triton_launch import Prepared, kernel, no_launch, prepare, prepares
 
 # Of one token, in one program of one warp. The same for every number of tokens: the order of the norm's sums follows
 # the program's shape, and a token's result must not depend on what else is in the batch.
@@ -166,49 +166,71 @@ def apply_rope(
     store: Store | None,
 ) -> None:
     """See the package. The last dimension of every tensor is dense; store is value, both caches and kv_positions."""
-    num_tokens = len(query)
-    if num_tokens == 0:
-        return
-    _, num_heads, dim = query.shape
-    num_kv_heads, half = key.shape[1], cos.shape[1]
-    query_tiles = ceil_div(num_heads, BLOCK_HEADS)
     # A missing tensor is passed as another pointer, which is not read.
     value, key_cache, value_cache, kv_positions = store or (key, key, key, key)
-    rope_kernel[(num_tokens, query_tiles + ceil_div(num_kv_heads, BLOCK_HEADS))](
-        query_ptr=query,
-        key_ptr=key,
-        value_ptr=value,
-        query_weight_ptr=query if norm is None else norm.query_weight,
-        key_weight_ptr=key if norm is None else norm.key_weight,
-        positions_ptr=key if positions is None else positions,
-        cos_ptr=cos,
-        sin_ptr=sin,
-        key_cache_ptr=key_cache,
-        value_cache_ptr=value_cache,
-        kv_positions_ptr=kv_positions,
-        eps=0.0 if norm is None else norm.eps,
-        weight_offset=0.0 if norm is None else norm.weight_offset,
-        stride_qt=query.stride(0),
-        stride_qh=query.stride(1),
-        stride_kt=key.stride(0),
-        stride_kh=key.stride(1),
-        stride_vt=value.stride(0),
-        stride_vh=value.stride(1),
-        stride_cos=cos.stride(0),
-        stride_sin=sin.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        DIM=dim,
-        VALUE_DIM=value.shape[2],
-        HALF=half,
-        BLOCK_HEADS=BLOCK_HEADS,
-        BLOCK_HALF=round_up(half),
-        BLOCK_REST=round_up(max(dim - 2 * half, 1)),
-        BLOCK_DV=round_up(value.shape[2]),
-        QUERY_TILES=query_tiles,
-        HAS_NORM=norm is not None,
-        HAS_POSITIONS=positions is not None,
-        HAS_CACHE=store is not None,
-        num_warps=1,
-        enable_fp_fusion=False,
+    weights = (query, key) if norm is None else (norm.query_weight, norm.key_weight)
+    launch = _prepare(
+        query.shape,
+        key.shape,
+        value.shape,
+        (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], cos.stride(0), sin.stride(0)),
+        cos.shape[1],
+        None if norm is None else (norm.eps, norm.weight_offset),
+        positions is not None,
+        store is not None,
     )
+    launch(
+        query,
+        key,
+        value,
+        *weights,
+        key if positions is None else positions,
+        cos,
+        sin,
+        key_cache,
+        value_cache,
+        kv_positions,
+    )
+
+
+_STRIDES = ("stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt", "stride_vh", "stride_cos", "stride_sin")
+
+
+@prepares
+def _prepare(
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    strides: tuple[int, ...],
+    half: int,
+    norm: tuple[float, float] | None,
+    has_positions: bool,
+    has_cache: bool,
+) -> Prepared:
+    """`norm`: its eps and the offset of its weights."""
+    (num_tokens, num_heads, dim), num_kv_heads = query, key[1]
+    if num_tokens == 0:
+        return no_launch
+    query_tiles = ceil_div(num_heads, BLOCK_HEADS)
+    eps, weight_offset = norm or (0.0, 0.0)
+    numbers = {
+        "eps": eps,
+        "weight_offset": weight_offset,
+        **dict(zip(_STRIDES, strides, strict=True)),
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "DIM": dim,
+        "VALUE_DIM": value[2],
+        "HALF": half,
+        "BLOCK_HEADS": BLOCK_HEADS,
+        "BLOCK_HALF": round_up(half),
+        "BLOCK_REST": round_up(max(dim - 2 * half, 1)),
+        "BLOCK_DV": round_up(value[2]),
+        "QUERY_TILES": query_tiles,
+        "HAS_NORM": norm is not None,
+        "HAS_POSITIONS": has_positions,
+        "HAS_CACHE": has_cache,
+        "num_warps": 1,
+        "enable_fp_fusion": False,
+    }
+    return prepare(rope_kernel, (num_tokens, query_tiles + ceil_div(num_kv_heads, BLOCK_HEADS)), numbers)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from kernels.devices import runs_triton
-from kernels.fp8 import KVScale, check_scales
+from kernels.fp8 import KVScale, check_scales, scale_facts
 from kernels.store_kv import cpu, native
+from kernels.tensor_facts import Facts, facts, is_dense
 
 __all__ = ["check_store", "store_kv"]
 
@@ -30,8 +33,9 @@ def store_kv(
     or float32 tensors [num_blocks, block_size, Hkv], which are written too: each token and head gets the scale at
     which its largest value is 448.
     """
-    check_store(key, value, key_cache, value_cache, kv_positions)
-    check_scales(key_cache, value_cache, key_scale, value_scale)
+    caches = (facts(key_cache), facts(value_cache))
+    check_store(facts(key), facts(value), *caches, facts(kv_positions))
+    check_scales(*caches, scale_facts(key_scale), scale_facts(value_scale))
     if runs_triton(key):
         from kernels.store_kv import triton_kernel
 
@@ -42,29 +46,24 @@ def store_kv(
         cpu.store_kv(key, value, key_cache, value_cache, kv_positions, key_scale, value_scale)
 
 
-def check_store(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    kv_positions: torch.Tensor,
-) -> None:
+@lru_cache(maxsize=1024)
+def check_store(key: Facts, value: Facts, key_cache: Facts, value_cache: Facts, kv_positions: Facts) -> None:
     """Refuse what store_kv cannot take, whatever the scales."""
-    _check(key, key_cache, kv_positions, "key")
-    _check(value, value_cache, kv_positions, "value")
-    if key_cache.shape[:3] != value_cache.shape[:3]:
-        raise ValueError(f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} disagree")
+    _check(key[0], key_cache, kv_positions, "key")
+    _check(value[0], value_cache, kv_positions, "value")
+    keys, values = key_cache[0], value_cache[0]
+    if keys[:3] != values[:3]:
+        raise ValueError(f"key_cache {tuple(keys)} and value_cache {tuple(values)} disagree")
 
 
-def _check(tokens: torch.Tensor, cache: torch.Tensor, kv_positions: torch.Tensor, name: str) -> None:
-    if tokens.dim() != 3 or cache.dim() != 4 or tokens.shape[1:] != cache.shape[2:]:
+def _check(tokens: torch.Size, cache: Facts, kv_positions: Facts, name: str) -> None:
+    shape = cache[0]
+    if len(tokens) != 3 or len(shape) != 4 or tokens[1:] != shape[2:]:
         raise ValueError(
-            f"{name} {tuple(tokens.shape)} does not fit {name}_cache {tuple(cache.shape)}: "
+            f"{name} {tuple(tokens)} does not fit {name}_cache {tuple(shape)}: "
             "want [T, H, D] and [num_blocks, block_size, H, D]"
         )
-    if kv_positions.dtype != torch.int64 or kv_positions.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"kv_positions is {kv_positions.dtype} {tuple(kv_positions.shape)}, want int64 [{tokens.shape[0]}]"
-        )
-    if not cache.is_contiguous():
-        raise ValueError(f"{name}_cache must be contiguous, its strides are {cache.stride()}")
+    if kv_positions[2] != torch.int64 or kv_positions[0] != tokens[:1]:
+        raise ValueError(f"kv_positions is {kv_positions[2]} {tuple(kv_positions[0])}, want int64 [{tokens[0]}]")
+    if not is_dense(cache):
+        raise ValueError(f"{name}_cache must be contiguous, its strides are {cache[1]}")

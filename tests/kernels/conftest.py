@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -108,3 +109,16 @@ def patch_once_per_launch() -> None:
 if os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON:
     mend_interpreter()
     patch_once_per_launch()
+
+
+@pytest.fixture(autouse=True)
+def _launches_of_this_test() -> Iterator[None]:
+    """What a test replaces is prepared in it, and not kept."""
+    if not HAS_TRITON:
+        yield
+        return
+    from kernels.triton_launch import forget_prepared
+
+    forget_prepared()
+    yield
+    forget_prepared()

@@ -130,6 +130,17 @@ def launched(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> l
     return LAUNCHED[:]
 
 
+def launched_prepared(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> list[tuple[object, ...]]:
+    """The last of three launches that were prepared: the first goes through Triton."""
+    names = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    numbers = {name: value for name, value in arguments.items() if name not in names}
+    launch = kernel.prepare(grid, numbers)
+    for _ in range(3):
+        LAUNCHED.clear()
+        launch(*(arguments[name] for name in names))
+    return LAUNCHED[:]
+
+
 def compare(kernel: QuickKernel) -> int:
     """How many launches were compared."""
     options = {"do_not_specialize": kernel.do_not_specialize}
@@ -141,11 +152,13 @@ def compare(kernel: QuickKernel) -> int:
             expected = launched(plain, grid, arguments)
             for turn in ("first", "second"):
                 assert launched(ours, grid, arguments) == expected, f"{kernel.__name__}, {fact}, {turn} launch"
+            assert launched_prepared(ours, grid, arguments) == expected, f"{kernel.__name__}, {fact}, prepared"
             count += 1
             keys.add(expected[0][0])
     bound = ours.num_bound_by_triton
     for _ in range(3):
         launched(ours, (3,), usual)
+        launched_prepared(ours, (3,), usual)
     assert ours.num_bound_by_triton == bound, f"{kernel.__name__}: Triton binds each of its launches"
     for name in (name for name, value in usual.items() if value is MEMORY):
         for _ in range(2):  # Triton's launcher is the one that refuses it

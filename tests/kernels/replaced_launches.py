@@ -12,7 +12,9 @@ def replace_launches(patched: pytest.MonkeyPatch, launcher: Callable[[Any, Any],
     """launcher(kernel, grid) returns what takes the kernel's arguments."""
     from triton.runtime.jit import KernelInterface
 
-    from kernels.triton_launch import QuickKernel
+    from kernels.triton_launch import QuickKernel, by_name, forget_prepared
 
     for kind in (KernelInterface, QuickKernel):
         patched.setattr(kind, "__getitem__", launcher)
+    forget_prepared()
+    patched.setattr(QuickKernel, "prepare", by_name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,16 @@ from kernels.lora.native import LoraTokens, Summed, lora_tokens
 MAX_PASSES = 2 * MAX_ROW_ADAPTERS
 
 
+class TargetedGroup(NamedTuple):
+    """What a step's adapters need at modules of one group that they target."""
+
+    columns: slice  # of the linear's output
+    is_whole: bool  # no other columns are there
+    group: TableGroup
+    max_rank: int
+    epilogue: Epilogue | None
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleNeeds:
     """What the adapters of a step need at each target module, in the order of the slot table."""
@@ -46,6 +56,22 @@ class ModuleNeeds:
     # Of rows (first, end) of the table: the greatest rank, and whether there are vectors. All steps of these adapters
     # need them, at each linear.
     _found: dict[tuple[int, int], tuple[int, bool]] = field(default_factory=dict)
+    _targeted: dict[tuple[str, ...], list[TargetedGroup]] = field(default_factory=dict)  # by the modules of a linear
+
+    def targeted_groups(self, target_names: tuple[str, ...], groups: ModuleGroups) -> list[TargetedGroup]:
+        """The groups of a linear's modules that an adapter targets."""
+        found = self._targeted.get(target_names)
+        if found is None:
+            found, begin, of_names = [], 0, groups.of(target_names)
+            for group in of_names:
+                columns = slice(begin, begin + sum(group.modules.out_features))
+                begin = columns.stop
+                max_rank, has_vectors = self.of_rows(group.rows)
+                epilogue = group.epilogue if has_vectors else None
+                if max_rank:
+                    found.append(TargetedGroup(columns, len(of_names) == 1, group, max_rank, epilogue))
+            self._targeted[target_names] = found
+        return found
 
     def of_rows(self, rows: slice) -> tuple[int, bool]:
         """The greatest rank at these target modules, 0 if no adapter targets them; whether one has a vector there."""
@@ -101,15 +127,12 @@ class ShrunkRows:
         return self._values[:num_values]
 
 
-@dataclass(frozen=True, slots=True)
-class Shrunk:
+class Shrunk(NamedTuple):
     """x @ A of the tokens' first adapters, or of their second and so on, at modules of one group."""
 
-    columns: slice  # of the linear's output
-    group: TableGroup
+    targeted: TargetedGroup
     h: torch.Tensor  # float32 [planes, modules, T, width]
     segments: AdapterSegments
-    epilogue: Epilogue | None
 
 
 class LoraStep:
@@ -146,11 +169,7 @@ class LoraStep:
         self._shrunk = shrunk
         self._token_slots = token_slots
         self._side = side
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no token has more than one adapter."""
-        return len(self._passes) == 1 and self._linear is None
+        self.is_plain = len(passes) == 1 and linear is None  # no token has more than one adapter
 
     def targets(self, target_name: str) -> bool:
         """Whether an adapter of the step targets the module."""
@@ -187,22 +206,18 @@ class LoraStep:
         if not shrinks_apart(x):
             return None
         self._check_valid()
-        found: list[tuple[slice, TableGroup, int, Epilogue | None]] = []
-        begin = 0
-        for group in self._groups.of(target_names):
-            columns = slice(begin, begin + sum(group.modules.out_features))
-            begin = columns.stop
-            max_rank, epilogue = self._needs_of(group)
-            if max_rank:
-                found.append((columns, group, max_rank, epilogue))
-        if not found:
-            return []
-        with nullcontext() if self._side is None else self._side.forked():
-            return [
-                Shrunk(columns, group, lora_shrink(x, group.modules, each, max_rank=max_rank), each, epilogue)
-                for columns, group, max_rank, epilogue in found
-                for each in self._passes
-            ]
+        groups = self._needs.targeted_groups(target_names, self._groups)
+        if self._side is None or not groups:
+            return self._shrunk_of(groups, x)
+        with self._side.forked():
+            return self._shrunk_of(groups, x)
+
+    def _shrunk_of(self, groups: Sequence[TargetedGroup], x: torch.Tensor) -> list[Shrunk]:
+        return [
+            Shrunk(targeted, lora_shrink(x, targeted.group.modules, segments, max_rank=targeted.max_rank), segments)
+            for targeted in groups
+            for segments in self._passes
+        ]
 
     def expand(self, shrunk: Sequence[Shrunk], x: torch.Tensor, y: torch.Tensor) -> Expansion | None:
         """Add what was shrunk of x to y [num_tokens, sum of out].
@@ -213,15 +228,15 @@ class LoraStep:
             return None
         if self._side is not None:
             self._side.join()
-        first = shrunk[0]
-        if self.is_plain and first.columns == slice(0, y.shape[1]):
-            return Expansion(y, first.h, first.group.modules, first.segments, first.epilogue)
-        for part in shrunk:
-            Expansion(y[:, part.columns], part.h, part.group.modules, part.segments, part.epilogue).add()
+        targeted, h, segments = shrunk[0]
+        if self.is_plain and targeted.is_whole:
+            return Expansion(y, h, targeted.group.modules, segments, targeted.epilogue)
+        for targeted, h, segments in shrunk:
+            Expansion(y[:, targeted.columns], h, targeted.group.modules, segments, targeted.epilogue).add()
         if self._linear is not None:
-            for part in shrunk[:: len(self._passes)]:
-                max_rank, _ = self._needs_of(part.group)
-                self._linear.add(part.group, partial(_shrink, x, part.group.modules, max_rank), y[:, part.columns])
+            for targeted, *_ in shrunk[:: len(self._passes)]:
+                shrink = partial(_shrink, x, targeted.group.modules, targeted.max_rank)
+                self._linear.add(targeted.group, shrink, y[:, targeted.columns])
         return None
 
     def embed(self, target_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:

@@ -15,6 +15,7 @@ from kernels.lora import launch, ops
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.lora.expansion import Expansion
 from kernels.lora.segments import MAX_BLOCK_TOKENS, segments_in_torch
+from kernels.triton_launch import forget_prepared
 from tests.kernels.lora.vectors import with_every_vector
 from tests.kernels.tolerances import assert_close
 
@@ -41,9 +42,10 @@ def both(expansion: Expansion, monkeypatch: pytest.MonkeyPatch, activation: str)
     launched: list[Any] = []
     folded = triton_folded.gated_activation
 
-    def noted(*arguments: Any) -> torch.Tensor:
-        launched.append(arguments)
-        return folded(*arguments)
+    def noted(*arguments: Any) -> torch.Tensor | None:
+        found = folded(*arguments)
+        launched.extend([arguments] if found is not None else [])
+        return found
 
     for module in (package, ops):
         monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
@@ -79,6 +81,7 @@ def test_programs_of_several_steps(device: torch.device, monkeypatch: pytest.Mon
     expected, _ = both(of_gate((48, 48), torch.bfloat16, device, has_vectors=False), monkeypatch, "silu")
     for fewest_programs in (1, 5):
         monkeypatch.setattr(launch, "FEWEST_PROGRAMS", fewest_programs)
+        forget_prepared()
         at_once, one_by_one = both(of_gate((48, 48), torch.bfloat16, device, has_vectors=False), monkeypatch, "silu")
         assert torch.equal(at_once, expected) and torch.equal(one_by_one, expected)
 
@@ -100,7 +103,8 @@ def test_the_definition_is_the_expand_and_then_the_gate(device: torch.device, mo
 @pytest.mark.parametrize("widths", [(32, 64), (24, 24, 24), (40,)], ids=str)
 def test_other_modules_are_expanded_first(widths: tuple[int, ...], device: torch.device) -> None:
     """Of unequal widths, of three, and where up begins inside of a tile."""
-    assert triton_folded.tile_columns(of_gate(widths, torch.float32, device, has_vectors=False)) is None
+    expansion = of_gate(widths, torch.float32, device, has_vectors=False)
+    assert triton_folded.gated_activation(expansion, "silu") is None
 
 
 def test_an_expansion_of_another_tensor_is_refused(device: torch.device) -> None:

@@ -49,7 +49,6 @@ def test_joined_parts_have_the_bits_of_one_program_and_leave_the_counts_at_zero(
 def test_few_tokens_leave_one_plane(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the segments cannot count, and where there is more to count than room, the parts stay apart."""
     monkeypatch.setattr(ops, "runs_triton", lambda tensor: True)
-    monkeypatch.setattr(ops, "num_parts", lambda in_features: 2)
     monkeypatch.setattr(triton_shrink, "num_parts", lambda in_features: 2)
     inputs = to_device(make_group(MIXED, GROUP, torch.bfloat16, is_exact=True), device)
     segments, uncounted = counted(inputs), segments_in_torch(inputs.token_slots, 3, 16)

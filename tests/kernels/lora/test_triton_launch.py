@@ -23,6 +23,7 @@ from kernels.lora.launch import (
     shrink_launch,
 )
 from kernels.lora.segments import segments_in_torch
+from kernels.triton_launch import forget_prepared
 
 DEVICE = "A GPU"
 
@@ -69,17 +70,18 @@ def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     x, y, segments = inputs.x.to(device), inputs.y.to(device), segments_in_torch(inputs.token_slots.to(device), 2, 16)
     h = torch.empty(1, 2, 3, 21, device=device)
     buckets = (
-        ("lora_shrink", Sizes.of_shrink(x, h, group), {"ranks": 16, "in_columns": 32, "num_warps": 2}),
-        ("lora_expand", Sizes.of_expand(y, h, group), {"out_columns": 64, "num_warps": 8}),
+        ("lora_shrink", Sizes.of_shrink(h, group), {"ranks": 16, "in_columns": 32, "num_warps": 2}),
+        ("lora_expand", Sizes.of_expand(h, group), {"out_columns": 64, "num_warps": 8}),
     )
     for op, sizes, parameters in buckets:
         tuning.write_table(op, DEVICE, {}, {tuning.bucket_name(**asdict(sizes)): parameters}, tmp_path)
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     for module in (triton_shrink, triton_expand):
-        monkeypatch.setattr(module, "device_name", lambda tensor: DEVICE)
-    assert shrink_launch(DEVICE, Sizes.of_shrink(x, h, group)) == ShrinkLaunch(16, 32, 2, num_stages=4)
-    assert expand_launch(DEVICE, Sizes.of_expand(y, h, group)) == ExpandLaunch(64, 8)
-    other = replace(Sizes.of_shrink(x, h, group), rank=40)
+        monkeypatch.setattr(module, "name_of", lambda _: DEVICE)
+    forget_prepared()
+    assert shrink_launch(DEVICE, Sizes.of_shrink(h, group)) == ShrinkLaunch(16, 32, 2, num_stages=4)
+    assert expand_launch(DEVICE, Sizes.of_expand(h, group)) == ExpandLaunch(64, 8)
+    other = replace(Sizes.of_shrink(h, group), rank=40)
     assert shrink_launch(DEVICE, other) == ShrinkLaunch.default(40, 16, "bfloat16")
     results = []
     for of_shrink, of_expand in ((None, None), (ShrinkLaunch(64, 16), ExpandLaunch(16))):
@@ -87,4 +89,5 @@ def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         triton_shrink.shrink(x, h, group, segments, launch=of_shrink)
         triton_expand.expand(h, total, group, segments, add_inputs=True, launch=of_expand)
         results.append(total)
+    forget_prepared()
     assert torch.equal(results[0], results[1])

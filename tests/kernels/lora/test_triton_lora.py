@@ -15,6 +15,7 @@ from kernels.lora import ModuleGroup, adapter_segments, launch, ops, reference, 
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch
 from kernels.lora.segments import AdapterSegments, blocks_of_one, segments_in_torch
+from kernels.triton_launch import forget_prepared
 from tests.kernels.tolerances import assert_close
 
 GROUP = (32, 48, 16)  # unequal, as with grouped queries
@@ -130,6 +131,7 @@ def test_blocks_of_any_number_of_tokens_have_the_same_bits(
 
     def run(rows: int, fewest_programs: int, columns: int) -> torch.Tensor:
         monkeypatch.setattr(launch, "FEWEST_PROGRAMS", fewest_programs)
+        forget_prepared()
         y = inputs.y.clone()
         choice = ExpandLaunch(columns)
         triton_expand.expand(h, y, inputs.group, segments_of(inputs, rows), add_inputs=True, launch=choice)

@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def run(inputs: Inputs, batch: AttentionBatch | None = None) -> torch.Tensor:
     """Through the public call of the batch's kind."""
     batch = batch or inputs.batch
-    options = {field.name: getattr(inputs.options, field.name) for field in fields(inputs.options)}
+    options = {field.name: getattr(inputs.options, field.name) for field in fields(inputs.options) if field.init}
     attention = paged_attention if batch.is_causal else cross_attention
     if not batch.is_causal:
         options = {name: options[name] for name in ("scale", "softcap", "key_scale", "value_scale")}
