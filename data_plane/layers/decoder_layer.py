@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from data_plane.layers.rms_norm import RmsNorm
+from data_plane.quick_module import QuickModule
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(QuickModule):
     """h += attention(norm(h)); h += mlp(norm(h)); takes the place of a transformers layer of that shape.
 
     h is changed in place and passed on. The norm that follows, the next layer's or the model's last, is computed in the
@@ -42,12 +43,18 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """hidden_states [1, T, hidden] itself, changed; kwargs are for the attention."""
-        normed = self.input_layernorm(hidden_states)
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        normed = self.input_layernorm.of_stream(hidden_states)
         attended: torch.Tensor
-        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-        normed = self.post_attention_layernorm.add_to(hidden_states, attended)
-        output = self.mlp(normed)
+        attended, _ = self.self_attn(hidden_states=_as_taken(self.self_attn, normed), **kwargs)
+        normed = self.post_attention_layernorm.add_to(rows, attended)
+        output: torch.Tensor = self.mlp(_as_taken(self.mlp, normed))
         for norm in self._next:
-            norm.prepare(hidden_states, output)
+            norm.prepare(hidden_states, rows, output)
             return hidden_states
         return hidden_states.add_(output)
+
+
+def _as_taken(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [T, n] as the module takes them: those of transformers, such as a mixture of experts, have a batch size."""
+    return rows if isinstance(module, QuickModule) else rows.unsqueeze(0)

@@ -76,7 +76,8 @@ class DecoderStack(nn.Module):
             return hidden_states
         half = position_embeddings[0].shape[-1] // 2
         cos, sin = (table[0, :, :half] for table in position_embeddings)
-        stream, normed = (rows.unsqueeze(0) for rows in self._recorded.run(hidden_states[0], cos, sin))
+        rows, normed = self._recorded.run(hidden_states[0], cos, sin)
+        stream = rows.unsqueeze(0)
         self._last_norm[0].keep(stream, normed)
         return stream
 

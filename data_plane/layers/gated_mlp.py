@@ -7,10 +7,11 @@ from torch import nn
 
 from data_plane.layers.fp8.activations import Fp8Activations
 from data_plane.layers.lora_linear import LoraLinear
+from data_plane.quick_module import QuickModule
 from kernels.gated_activation import gated_activation, gated_activation_fp8
 
 
-class GatedMlp(nn.Module):
+class GatedMlp(QuickModule):
     """down(activation(gate(x)) * up(x)); takes the place of a transformers MLP."""
 
     def __init__(self, gate_up: LoraLinear, down_proj: nn.Module, activation: str) -> None:
@@ -23,13 +24,14 @@ class GatedMlp(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] for hidden_states [..., hidden]."""
         both, expansion = self.gate_up.product(hidden_states)
-        rows = both.view(-1, both.shape[-1]) if expansion is None else expansion.y
+        are_rows = both.dim() == 2
+        rows = expansion.y if expansion is not None else both if are_rows else both.view(-1, both.shape[-1])
         if self.fp8 is None:
             active = gated_activation(rows, self.activation, expansion)
-            output: torch.Tensor = self.down_proj(active.view(*both.shape[:-1], -1))
+            output: torch.Tensor = self.down_proj(active if are_rows else active.view(*both.shape[:-1], -1))
             return output
         active, codes = gated_activation_fp8(rows, self.activation, expansion, has_values=self._reads_values())
-        active = active.view(*both.shape[:-1], -1)
+        active = active if are_rows else active.view(*both.shape[:-1], -1)
         self.fp8.keep(self, active, codes)
         try:
             output = self.down_proj(active)

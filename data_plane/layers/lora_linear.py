@@ -16,11 +16,12 @@ from data_plane.layers.fp8.activations import Fp8Activations
 from data_plane.layers.fp8.weight import Fp8Weight
 from data_plane.layers.packed_weight import PackedWeight, pack, share, unpacked_linear
 from data_plane.plan import TargetKind, TargetModule
+from data_plane.quick_module import QuickModule
 from kernels.fp8 import Fp8Rows
 from kernels.lora.expansion import Expansion
 
 
-class LoraLinear(nn.Linear):
+class LoraLinear(QuickModule, nn.Linear):
     """One or more loaded linears plus what the step's adapters add to each.
 
     The parameters of a single linear are shared, those of several are copied side by side. If the weight is packed,
@@ -75,10 +76,11 @@ class LoraLinear(nn.Linear):
         lora = self.context.head_lora if self.is_head else self.context.lora
         if lora is None or not self.target_names:
             return self._base_product(input), None
-        x = input.reshape(-1, self.in_features)
+        are_rows = input.dim() == 2
+        x = input if are_rows else input.reshape(-1, self.in_features)
         shrunk = lora.shrink(self.target_names, x)  # on a GPU beside the product
         output = self._base_product(input)
-        y = output.view(-1, self.out_features)
+        y = output if are_rows else output.view(-1, self.out_features)
         if shrunk is not None:
             return output, lora.expand(shrunk, x, y)
         if len(self.target_names) == 1:

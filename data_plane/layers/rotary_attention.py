@@ -11,10 +11,11 @@ from torch import nn
 from data_plane.layers.attention import AttentionSettings, Rotation, attention_of
 from data_plane.layers.lora_linear import LoraLinear
 from data_plane.layers.rms_norm import RmsNorm
+from data_plane.quick_module import QuickModule
 from kernels.rope import HeadNorm
 
 
-class RotaryAttention(nn.Module):
+class RotaryAttention(QuickModule):
     """Replaces a transformers attention of the common shape. Its cache is attached like that of the replaced one.
 
     Query and key may be normed: each head by itself (Qwen3, Gemma 3), or whole (OLMo 2).
@@ -44,23 +45,25 @@ class RotaryAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """[1, T, hidden] for hidden_states [1, T, hidden]; position_embeddings are cos and sin [1, T, rotary size].
+        """[..., hidden] for hidden_states [1, T, hidden] or [T, hidden].
+
+        position_embeddings are cos and sin [1, T, rotary size].
 
         Both tables hold every value twice, as transformers makes them. Other arguments are the same in all steps and
         were checked when this module was built.
         """
-        num_tokens = hidden_states.shape[1]
         joint: Any = self.qkv(hidden_states)
+        rows = joint if joint.dim() == 2 else joint[0]
         norm = self.head_norm
         if norm is None and self.q_norm is not None and self.k_norm is not None:
-            query, key, value = joint[0].split(self.widths, dim=1)
+            query, key, value = rows.split(self.widths, dim=1)
             normed = (self.q_norm.of_rows(query), self.k_norm.of_rows(key), value)
             query, key, value = (part.unflatten(1, (count, -1)) for part, count in zip(normed, self.heads, strict=True))
         else:
-            query, key, value = self._split(joint[0])
+            query, key, value = self._split(rows)
         rotation = Rotation(*self.qkv.context.halves(position_embeddings), norm)
         out = attention_of(self).attend_rotated(query, key, value, rotation, self.settings)
-        return self.o_proj(out.reshape(1, num_tokens, -1)), None
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
     def _split(self, rows: Any) -> Sequence[torch.Tensor]:
         """Query, key and value [T, heads, size] of the joint product [T, n], in its memory."""

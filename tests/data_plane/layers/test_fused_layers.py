@@ -26,16 +26,16 @@ def test_a_prepared_norm_serves_that_stream_and_only_once() -> None:
     norm = make_norm()
     stream, x = torch.randn(1, 3, 6), torch.randn(1, 3, 6)
     expected = stream + x
-    norm.prepare(stream, x)
+    norm.prepare(stream, stream.view(3, 6), x)
     torch.testing.assert_close(stream, expected)
-    prepared = norm(stream)
-    torch.testing.assert_close(prepared, norm(expected.clone()))
-    assert norm(stream) is not prepared, "a result was kept past its use"
+    prepared = norm.of_stream(stream)
+    torch.testing.assert_close(prepared.view(1, 3, 6), norm(expected.clone()))
+    assert norm.of_stream(stream) is not prepared, "a result was kept past its use"
 
 
 def test_a_norm_that_meets_another_tensor_computes_afresh() -> None:
     norm = make_norm()
-    norm.prepare(torch.randn(1, 3, 6), torch.randn(1, 3, 6))
+    norm.prepare(torch.randn(1, 3, 6), torch.randn(3, 6), torch.randn(3, 6))
     other = torch.randn(1, 2, 6)
     torch.testing.assert_close(norm(other), make_norm()(other))
 
@@ -71,3 +71,15 @@ def test_parts_of_another_layer_are_not_its_own() -> None:
     layers[0].precede(layers[1].input_layernorm)
     names = [name for name, module in nn.ModuleList(layers).named_modules() if isinstance(module, RmsNorm)]
     assert names == [f"{i}.{name}_layernorm" for i in range(2) for name in ("input", "post_attention")]
+
+
+def test_hooks_of_a_quick_module_run_and_exchanged_parts_are_called() -> None:
+    layer, calls = DecoderLayer(Attention(), nn.Linear(6, 6), make_norm(), make_norm()), list[str]()
+    layer.mlp.register_forward_hook(lambda *_: calls.append("mlp"))
+    layer.post_attention_layernorm.register_forward_pre_hook(lambda *_: calls.append("norm"))
+    layer.post_attention_layernorm(torch.zeros(1, 2, 6))
+    layer.mlp = nn.Identity()
+    layer.mlp.register_forward_hook(lambda *_: calls.append("other"))
+    layer(torch.zeros(1, 2, 6), shift=1.0)
+    assert calls == ["norm", "other"]
+    assert dict(layer.named_children())["mlp"] is layer.mlp
