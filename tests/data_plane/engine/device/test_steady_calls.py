@@ -1,12 +1,13 @@
-"""Python's part of a steady decode step: the same number of calls for any rows and adapters."""
+"""Python's part of a steady decode step: the same calls and the same lines for any rows and adapters."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.data_plane.engine.device.reruns import Body
 # Functions of Python that a step calls, the plan's and the results' included.
 MOST_CALLS = 250
 ROWS = 8
+TraceFunction = Callable[[FrameType, str, object], Any]
 
 
 class Silent:
@@ -48,39 +50,45 @@ def _native_settings_of_this_test() -> Iterator[None]:
     native.configure(usual)
 
 
-def calls_of_a_step(rig: Rig) -> int:
-    """Functions of Python that one step calls, behind two that bring rows and adapters to the device."""
+def python_of_a_step(rig: Rig) -> tuple[int, int]:
+    """Functions that one step calls and lines that it runs, behind two that bring rows and adapters to the device."""
     rig.decode()
     rig.decode()
-    count = depth = 0
+    calls = lines = 0
 
-    def note(frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal count, depth
-        if event == "call" and (depth or frame.f_code is TorchEngine.execute.__code__):
-            count, depth = count + 1, depth + 1
-        elif event == "return" and depth:
-            depth -= 1
+    def note_line(_frame: FrameType, event: str, _argument: object) -> TraceFunction:
+        nonlocal lines
+        lines += event == "line"
+        return note_line
 
-    former = sys.getprofile()
+    def note_call(frame: FrameType, _event: str, _argument: object) -> TraceFunction | None:
+        nonlocal calls
+        if calls or frame.f_code is TorchEngine.execute.__code__:
+            calls += 1
+            return note_line
+        return None
+
+    former = sys.gettrace()
     gc.disable()  # what it finalises calls functions too
-    sys.setprofile(note)
+    sys.settrace(note_call)
     try:
         rig.decode()
     finally:
-        sys.setprofile(former)
+        sys.settrace(former)
         gc.enable()
-    return count
+    return calls, lines
 
 
 @pytest.mark.parametrize("slots", [[None], [0], [0, 1, None]], ids=["base", "one adapter", "mixed"])
-def test_a_step_calls_no_more_functions_for_more_rows(tmp_path: Path, slots: list[int | None]) -> None:
+def test_a_step_runs_no_more_python_for_more_rows(tmp_path: Path, slots: list[int | None]) -> None:
     rig = Rig("llama", tmp_path, Silent())
     rig.load(0, rank=4)
     rig.load(1, rank=8)
     rig.record(ROWS)
     for row in range(2):
         rig.add(row, slots[row % len(slots)])
-    few = calls_of_a_step(rig)
+    few = python_of_a_step(rig)
     for row in range(2, ROWS):
         rig.add(row, slots[row % len(slots)])
-    assert 0 < calls_of_a_step(rig) == few <= MOST_CALLS
+    assert python_of_a_step(rig) == few
+    assert 0 < few[0] <= MOST_CALLS

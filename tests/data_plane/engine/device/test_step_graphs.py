@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from control_plane.registry.model.base_model import BaseModel
-from data_plane.adapters.step.lora_step import LoraTier
+from data_plane.adapters.step.lora_step import LoraStep, LoraTier
 from data_plane.engine.build import build_engine
 from data_plane.engine.device.step_graphs import TIERS, Graph, GraphKey, StepGraphs
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
 from kernels import native
+from kernels.paged_attention import RowBatch
 from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS, experts_of
 from tests.data_plane.engine.device.reruns import Body, Reruns
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
@@ -126,6 +127,56 @@ def test_rows_that_pause_are_left_alone_by_replays_for_as_many(
     assert [len(tokens) for tokens in expected] == [3, 3, 2, 2, 1, 1, 3, 3, 0]
     assert tokens_of(engine) == expected
     assert recorder.num_replays == 7
+
+
+def test_tokens_behind_those_of_a_step_have_no_adapter(
+    plain: TorchEngine, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot that a greater step left there may be empty by then, or have another adapter."""
+    engine, _ = with_graphs(plain, Reruns(), (4,))
+    seen: list[list[int]] = []
+    begin_tier = engine.adapter_steps.begin_tier
+
+    def noted(token_slots: torch.Tensor, tier: LoraTier) -> LoraStep:
+        seen.append(token_slots.tolist())
+        return begin_tier(token_slots, tier)
+
+    monkeypatch.setattr(engine.adapter_steps, "begin_tier", noted)
+    new = [
+        NewRow(
+            row=row,
+            token_ids=array(PROMPT[:3]),
+            num_prompt_tokens=3,
+            num_computed_tokens=0,
+            block_ids=array([2 * row, 2 * row + 1]),
+            slot=slot,
+            slot_generation=1,
+            sampling=GREEDY,
+        )
+        for row, slot in enumerate((0, 1, 0))
+    ]
+    engine.execute(make_plan(1, new=new, prefills=[(row, 3) for row in range(3)]))
+    engine.execute(make_plan(2))
+    engine.execute(make_plan(3, freed=[2]))
+    assert seen == [[0, 1, 0, -1], [0, 1, -1, -1]]
+
+
+def test_every_graph_reads_as_far_as_the_longest_row_goes(
+    plain: TorchEngine, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU reads each row to its end, whatever a graph was recorded for; a GPU's programs follow from this number."""
+    context = plain.model.context
+    begin = context.begin
+    seen: list[int] = []
+
+    def noted(batch: RowBatch, *adapters: Any) -> None:
+        seen.append(batch.max_context_len)
+        begin(batch, *adapters)
+
+    monkeypatch.setattr(context, "begin", noted)
+    _, graphs = with_graphs(plain, Reruns(), (1, 4))
+    assert len(seen) == len(graphs.keys)
+    assert min(seen) >= plain.capacities.longest_row
 
 
 @pytest.mark.parametrize("arch", RECORDED_ARCHS)
