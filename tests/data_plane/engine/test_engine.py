@@ -136,10 +136,15 @@ def test_wrong_slot_generation_is_refused(engine: TorchEngine, checkpoint: Path,
         engine.execute(make_plan())
 
 
-def test_slot_evicted_under_a_row_is_refused(engine: TorchEngine, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_filled_again", [False, True])
+def test_slot_evicted_under_a_row_is_refused(
+    engine: TorchEngine, checkpoint: Path, tmp_path: Path, *, is_filled_again: bool
+) -> None:
     load(engine, make_adapter(tmp_path / "a", checkpoint), 0)
     engine.execute(make_plan(new=[new_row(slot=0, slot_generation=1)], prefills=[(0, 3)]))
     engine.slots.evict(0, 1)
+    if is_filled_again:
+        load(engine, make_adapter(tmp_path / "b", checkpoint, seed=1), 0, generation=2)
     with pytest.raises(StaleSlot):
         engine.execute(make_plan(2, prefills=[(0, 2)]))
 
