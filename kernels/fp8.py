@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from kernels.tensor_facts import Facts, facts, is_dense
+from kernels.tensor_spec import TensorSpec, spec_of
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -52,21 +52,23 @@ class Fp8Rows:
         return self.codes.float() * self.scales[:, None]
 
 
-def scale_facts(scale: KVScale) -> float | Facts:
+def scale_spec(scale: KVScale) -> float | TensorSpec:
     """A scale as plain data."""
-    return facts(scale) if isinstance(scale, torch.Tensor) else scale
+    return spec_of(scale) if isinstance(scale, torch.Tensor) else scale
 
 
-def check_scales(key_cache: Facts, value_cache: Facts, key_scale: float | Facts, value_scale: float | Facts) -> None:
+def check_scales(
+    key_cache: TensorSpec, value_cache: TensorSpec, key_scale: float | TensorSpec, value_scale: float | TensorSpec
+) -> None:
     """Refuse scales that do not belong to these caches, and FP8 caches on a device that cannot read them."""
-    dtypes = (key_cache[2], value_cache[2])
+    dtypes = (key_cache.dtype, value_cache.dtype)
     if dtypes[0] != dtypes[1] and FP8 in dtypes:
         raise ValueError(f"the caches are {dtypes[0]} and {dtypes[1]}, want both {FP8} or neither")
-    if isinstance(key_scale, tuple) != isinstance(value_scale, tuple):
+    if isinstance(key_scale, TensorSpec) != isinstance(value_scale, TensorSpec):
         raise ValueError("key_scale and value_scale are of two kinds, want two floats or two tensors")
     _check_scale(key_cache, key_scale, "key")
     _check_scale(value_cache, value_scale, "value")
-    refusal = fp8_refusal(key_cache[3]) if dtypes[0] == FP8 else None
+    refusal = fp8_refusal(key_cache.device) if dtypes[0] == FP8 else None
     if refusal is not None:
         raise ValueError(refusal)
 
@@ -92,21 +94,21 @@ def widen(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _values(dtype, codes.device).index_select(0, flat.view(torch.uint8).int()).view(codes.shape)
 
 
-def _check_scale(cache: Facts, scale: float | Facts, name: str) -> None:
+def _check_scale(cache: TensorSpec, scale: float | TensorSpec, name: str) -> None:
     shape, _, dtype, device = cache
     if dtype != FP8:
-        if isinstance(scale, tuple) or scale != 1.0:
+        if isinstance(scale, TensorSpec) or scale != 1.0:
             raise ValueError(f"{name}_scale is given for a cache of {dtype}; only {FP8} caches have scales")
-    elif not isinstance(scale, tuple):
+    elif not isinstance(scale, TensorSpec):
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"{name}_scale is {scale}, want a positive number")
-    elif scale[2] != torch.float32 or scale[0] != shape[:3] or not is_dense(scale):
+    elif scale.dtype != torch.float32 or scale.shape != shape[:3] or not scale.is_contiguous():
         raise ValueError(
-            f"{name}_scale is {scale[2]} {tuple(scale[0])} with strides {scale[1]}, "
+            f"{name}_scale is {scale.dtype} {tuple(scale.shape)} with strides {scale.strides}, "
             f"want contiguous float32 {list(shape[:3])}"
         )
-    elif scale[3] != device:
-        raise ValueError(f"{name}_scale is on {scale[3]}, its cache on {device}")
+    elif scale.device != device:
+        raise ValueError(f"{name}_scale is on {scale.device}, its cache on {device}")
 
 
 @cache

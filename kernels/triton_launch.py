@@ -28,7 +28,7 @@ KNOWN_TRITON = "3.6."
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 # Keys of one kernel. Far more than a server has: sizes that change in each step are not part of a key.
 MAX_KEYS = 4096
-MAX_PREPARED = 4096  # launches of one op. A step has at most ten; sizes that change in each step push others out
+MAX_PREPARED = 1024  # launches of one op. A step has at most ten; sizes that change in each step push others out
 
 T = TypeVar("T", bound=Callable[..., Any])
 Prepared = Callable[..., None]  # takes a tensor for each pointer, in the order of the kernel's parameters

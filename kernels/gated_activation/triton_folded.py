@@ -29,7 +29,7 @@ from kernels.lora.triton_pages import (
     spread,
     tokens_in_rows,
 )
-from kernels.tensor_facts import Facts, facts
+from kernels.tensor_spec import TensorSpec, spec_of
 from kernels.triton_launch import Prepared, kernel, no_launch, prepare, prepares
 
 NUM_WARPS, NUM_STAGES = 4, 2
@@ -352,7 +352,7 @@ def gated_activation(expansion: Expansion, activation: str) -> torch.Tensor | No
     """[T, n] of expansion.y [T, 2 n]; None where gate and up cannot be expanded here."""
     y, h, group, segments, epilogue = expansion
     vectors = None if epilogue is None else epilogue.sizes
-    launch = _prepare(facts(y), facts(h), group.sizes, segments.sizes, vectors, activation)
+    launch = _prepare(spec_of(y), spec_of(h), group.sizes, segments.sizes, vectors, activation)
     if launch is None:
         return None
     out = y.new_empty(y.shape[0], y.shape[1] // 2)
@@ -373,8 +373,8 @@ def gated_activation(expansion: Expansion, activation: str) -> torch.Tensor | No
 
 @prepares
 def _prepare(
-    y: Facts,
-    h: Facts,
+    y: TensorSpec,
+    h: TensorSpec,
     group: GroupSizes,
     segments: SegmentSizes,
     epilogue: EpilogueSizes | None,
@@ -383,7 +383,7 @@ def _prepare(
     (num_tokens, num_columns), strides, dtype, device = y
     check_rows("y", y, segments, group, sum(group.out_features))
     check_h(h, group, segments)
-    check_same_device(y=device, h=h[3])
+    check_same_device(y=device, h=h.device)
     columns = tile_columns(y, group, segments)
     if columns is None:
         return None
@@ -394,7 +394,7 @@ def _prepare(
     # A step has the loads of two.
     num_tiles = steps_of_program(segments.num_blocks, ceil_div(width, 2 * columns))
     programs = segments.num_blocks + ceil_div(num_tokens, rows)
-    is_narrow = dtype.itemsize == 2 and h[0][3] <= LEAST_EXPAND_RANKS
+    is_narrow = dtype.itemsize == 2 and h.shape[3] <= LEAST_EXPAND_RANKS
     has_few_registers = is_narrow and rows == MIN_BLOCK_TOKENS and epilogue is None
     numbers = {
         "num_tokens": num_tokens,
@@ -418,9 +418,9 @@ def _prepare(
     return prepare(gate_expand_kernel, (programs, ceil_div(width, num_tiles * columns)), numbers)
 
 
-def tile_columns(y: Facts, group: GroupSizes, segments: SegmentSizes) -> int | None:
+def tile_columns(y: TensorSpec, group: GroupSizes, segments: SegmentSizes) -> int | None:
     """Columns of one program for y [T, 2 n]; None where gate and up cannot be expanded here."""
-    width, rest = divmod(y[0][1], 2)
+    width, rest = divmod(y.shape[1], 2)
     if rest or group.out_features not in ((width, width), (2 * width,)):
         return None
     return columns_of_tiles(y, group, segments, (0, width), (width, width))

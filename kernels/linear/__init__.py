@@ -14,7 +14,7 @@ from kernels.devices import check_same_device, device_name, is_hopper, runs_trit
 from kernels.linear import native
 from kernels.linear.panels import from_panels, to_panels
 from kernels.linear.rows_launch import MAX_ROWS, launch_of
-from kernels.tensor_facts import Facts, facts, is_dense
+from kernels.tensor_spec import TensorSpec, spec_of
 
 __all__ = [
     "MAX_ROWS",
@@ -61,13 +61,13 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def serves_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `row_linear` multiplies these by its kernel: one row [..., in] on a GPU, and a weight with dense rows."""
-    return runs_triton(x) and _is_row(facts(x), facts(weight))
+    return runs_triton(x) and _is_row(spec_of(x), spec_of(weight))
 
 
 @lru_cache(maxsize=1024)
-def _is_row(x: Facts, weight: Facts) -> bool:
-    are_rows_dense = x[1][-1] == 1 and weight[1][1] == 1
-    return x[0][:-1].numel() == 1 and are_rows_dense and weight[2] == x[2]
+def _is_row(x: TensorSpec, weight: TensorSpec) -> bool:
+    are_rows_dense = x.strides[-1] == 1 and weight.strides[1] == 1
+    return x.shape[:-1].numel() == 1 and are_rows_dense and weight.dtype == x.dtype
 
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -75,7 +75,7 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
     The weight's rows may lie apart, but the values of a row follow one another. Sums are float32 and rounded once.
     """
-    _check_rows(facts(x), facts(weight), None if bias is None else facts(bias), most=1)
+    _check_rows(spec_of(x), spec_of(weight), None if bias is None else spec_of(bias), most=1)
     if not runs_triton(x):
         return torch.nn.functional.linear(x, weight, bias)
     from kernels.linear.triton_row import row_linear as launch
@@ -91,7 +91,7 @@ def serves_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """
     if not runs_triton(x):
         return False
-    num_rows = _number_of_rows(facts(x), facts(weight))
+    num_rows = _number_of_rows(spec_of(x), spec_of(weight))
     return (
         num_rows > 0
         and is_hopper(x)
@@ -100,16 +100,16 @@ def serves_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _number_of_rows(x: Facts, weight: Facts) -> int:
+def _number_of_rows(x: TensorSpec, weight: TensorSpec) -> int:
     """0: the kernel of several rows cannot multiply these."""
-    (shape, strides, dtype, _), weight_strides = x, weight[1]
+    (shape, strides, dtype, _), weight_strides = x, weight.strides
     num_rows = shape[:-1].numel()
     is_served = (
         2 <= num_rows <= MAX_ROWS
-        and weight[2] == dtype
+        and weight.dtype == dtype
         and dtype in (torch.bfloat16, torch.float16)
         and strides[-1] == weight_strides[1] == 1
-        and not (strides[-2] | weight_strides[0] | weight[0][1]) % 16
+        and not (strides[-2] | weight_strides[0] | weight.shape[1]) % 16
     )
     return num_rows if is_served else 0
 
@@ -119,7 +119,7 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     By torch without a GPU of Hopper's kind. With one a row's bits do not depend on the other rows, nor on their number.
     """
-    _check_rows(facts(x), facts(weight), None if bias is None else facts(bias), most=MAX_ROWS)
+    _check_rows(spec_of(x), spec_of(weight), None if bias is None else spec_of(bias), most=MAX_ROWS)
     if not (runs_triton(x) and is_hopper(x)):
         return torch.nn.functional.linear(x, weight, bias)
     from kernels.linear.triton_rows import rows_linear as launch
@@ -128,7 +128,7 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 @lru_cache(maxsize=1024)
-def _check_rows(x: Facts, weight: Facts, bias: Facts | None, *, most: int) -> None:
+def _check_rows(x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None, *, most: int) -> None:
     """Raise ValueError for what the kernels of 1 to `most` rows cannot multiply."""
     (shape, strides, dtype, _), (weight_shape, weight_strides, weight_dtype, _) = x, weight
     fits = len(shape) == len(weight_shape) == 2 and weight_shape[1] == shape[1] != 0 and 1 <= shape[0] <= most
@@ -142,8 +142,9 @@ def _check_rows(x: Facts, weight: Facts, bias: Facts | None, *, most: int) -> No
             f"the values of a row must follow one another, x has strides {strides} and weight {weight_strides}; "
             "make them contiguous"
         )
-    if bias is not None and (bias[0] != weight_shape[:1] or bias[2] != dtype or not is_dense(bias)):
+    if bias is not None and (bias.shape != weight_shape[:1] or bias.dtype != dtype or not bias.is_contiguous()):
         raise ValueError(
-            f"bias is {bias[2]} {tuple(bias[0])} with strides {bias[1]}, want {dtype} [{weight_shape[0]}], contiguous"
+            f"bias is {bias.dtype} {tuple(bias.shape)} with strides {bias.strides}, want {dtype} [{weight_shape[0]}], "
+            "contiguous"
         )
-    check_same_device(x=x[3], weight=weight[3], **({} if bias is None else {"bias": bias[3]}))
+    check_same_device(x=x.device, weight=weight.device, **({} if bias is None else {"bias": bias.device}))

@@ -13,7 +13,7 @@ import torch
 from kernels.lora.layout import Epilogue, GroupSizes, ModuleGroup
 from kernels.lora.ops import lora_expand
 from kernels.lora.segments import AdapterSegments, SegmentSizes
-from kernels.tensor_facts import Facts
+from kernels.tensor_spec import TensorSpec
 
 _LEAST_COLUMNS = 16  # of a tensor core product
 _MOST_COLUMNS = 128  # of 2-byte weights
@@ -33,7 +33,7 @@ class Expansion(NamedTuple):
         lora_expand(self.h, self.group, self.y, self.segments, epilogue=self.epilogue)
 
 
-def columns_of_tiles(y: Facts, group: GroupSizes, segments: SegmentSizes, *runs: tuple[int, int]) -> int | None:
+def columns_of_tiles(y: TensorSpec, group: GroupSizes, segments: SegmentSizes, *runs: tuple[int, int]) -> int | None:
     """How many columns of y a kernel may expand at a time in runs (first column, length) that it cuts in tiles.
 
     A tile lies in one module, from a multiple of its size on. It has at most 128 columns of 2-byte weights, and

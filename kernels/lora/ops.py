@@ -19,7 +19,7 @@ from kernels.lora import choice, cpu, native
 from kernels.lora.layout import H_ALIGN, Epilogue, GroupSizes, ModuleGroup, PagedModule
 from kernels.lora.segments import AdapterSegments, SegmentSizes, blocks_of_one, split_by_length
 from kernels.native import get_num_threads, has_native
-from kernels.tensor_facts import Facts, facts
+from kernels.tensor_spec import TensorSpec, spec_of
 
 
 def bgmv_shrink(
@@ -178,8 +178,8 @@ def add_lora_group(
         return
     h = _empty_h(1, group.num_modules, segments.num_tokens, max_rank, x.device)
     if _runs_native(group, h[0], segments, x, y):
-        check_rows("x", facts(x), segments.sizes, group.sizes, group.in_features)
-        check_rows("y", facts(y), segments.sizes, group.sizes, sum(group.out_features))
+        check_rows("x", spec_of(x), segments.sizes, group.sizes, group.in_features)
+        check_rows("y", spec_of(y), segments.sizes, group.sizes, sum(group.out_features))
         if epilogue is not None:
             check_epilogue(epilogue, group, add_inputs=True)
         short, long = _by_length(segments, group.pages.dtype, max_rank)
@@ -209,8 +209,8 @@ def _by_length(
 
 def _shrink(x: torch.Tensor, group: ModuleGroup, h: torch.Tensor, segments: AdapterSegments, scaling: float) -> None:
     """Into h [modules, T, width]."""
-    check_rows("x", facts(x), segments.sizes, group.sizes, group.in_features)
-    check_h(facts(h[None]), group.sizes, segments.sizes)
+    check_rows("x", spec_of(x), segments.sizes, group.sizes, group.in_features)
+    check_h(spec_of(h[None]), group.sizes, segments.sizes)
     check_devices(x=x, h=h)
     if runs_triton(x):
         from kernels.lora.triton_shrink import shrink as launch
@@ -236,8 +236,8 @@ def _expand(
 
         launch(h, y, group, segments, add_inputs=add_inputs, epilogue=epilogue)
         return
-    check_rows("y", facts(y), segments.sizes, group.sizes, sum(group.out_features))
-    check_h(facts(h), group.sizes, segments.sizes)
+    check_rows("y", spec_of(y), segments.sizes, group.sizes, sum(group.out_features))
+    check_h(spec_of(h), group.sizes, segments.sizes)
     check_devices(y=y, h=h)
     if len(h) == 1 and _runs_native(group, h[0], segments, y):
         native.expand(h[0], y if add_inputs else y.zero_(), group, segments, epilogue)
@@ -286,7 +286,7 @@ def _check_ids(token_ids: torch.Tensor, num_tokens: int) -> None:
         raise ValueError(f"token_ids is {token_ids.dtype} {list(token_ids.shape)}, want int32 or int64 [{num_tokens}]")
 
 
-def check_rows(name: str, rows: Facts, segments: SegmentSizes, group: GroupSizes, width: int) -> None:
+def check_rows(name: str, rows: TensorSpec, segments: SegmentSizes, group: GroupSizes, width: int) -> None:
     """Rows of x or y: one for each token."""
     shape, _, dtype, device = rows
     check_segments(segments, group.num_slots)
@@ -306,7 +306,7 @@ def check_segments(segments: SegmentSizes, num_slots: int) -> None:
         )
 
 
-def check_h(h: Facts, group: GroupSizes, segments: SegmentSizes) -> None:
+def check_h(h: TensorSpec, group: GroupSizes, segments: SegmentSizes) -> None:
     """[planes, modules, T, width]"""
     shape, strides, dtype, _ = h
     if dtype != torch.float32 or shape[1:3] != (group.num_modules, segments.num_tokens) or strides[3] != 1:

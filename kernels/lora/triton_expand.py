@@ -26,7 +26,7 @@ from kernels.lora.triton_pages import (
     spread,
     tokens_in_rows,
 )
-from kernels.tensor_facts import Facts, facts
+from kernels.tensor_spec import TensorSpec, spec_of
 from kernels.triton_launch import Prepared, kernel, no_launch, prepare, prepares
 
 
@@ -243,7 +243,7 @@ def expand_kernel(
                 )  # fmt: skip
 
 
-def expand_numbers(h: Facts, group: GroupSizes, epilogue: EpilogueSizes | None) -> dict[str, Any]:
+def expand_numbers(h: TensorSpec, group: GroupSizes, epilogue: EpilogueSizes | None) -> dict[str, Any]:
     """What every kernel takes that expands h [planes, modules, T, width], by name, beside `expand_pointers`."""
     (planes, _, _, width), strides, _, _ = h
     page_values, stride_dora_scale, stride_lora_bias, has_base_bias = epilogue or (1, None, None, False)
@@ -290,7 +290,7 @@ def expand(
 ) -> None:
     """h [planes, modules, T, width] into y [T, sum of out]. Without add_inputs rows without an adapter are zero."""
     vectors = None if epilogue is None else epilogue.sizes
-    prepared = _prepare(facts(h), facts(y), group.sizes, segments.sizes, vectors, add_inputs, launch)
+    prepared = _prepare(spec_of(h), spec_of(y), group.sizes, segments.sizes, vectors, add_inputs, launch)
     if not add_inputs:
         y.zero_()
     prepared(
@@ -306,8 +306,8 @@ def expand(
 
 @prepares
 def _prepare(
-    h: Facts,
-    y: Facts,
+    h: TensorSpec,
+    y: TensorSpec,
     group: GroupSizes,
     segments: SegmentSizes,
     epilogue: EpilogueSizes | None,
@@ -317,10 +317,10 @@ def _prepare(
     _, strides, dtype, device = y
     check_rows("y", y, segments, group, sum(group.out_features))
     check_h(h, group, segments)
-    check_same_device(y=device, h=h[3])
+    check_same_device(y=device, h=h.device)
     if segments.num_blocks == 0:
         return no_launch
-    launch = launch or expand_launch(name_of(device), Sizes.of(group, h[0], max(group.out_features)))
+    launch = launch or expand_launch(name_of(device), Sizes.of(group, h.shape, max(group.out_features)))
     num_tiles = steps_of_program(segments.num_blocks, ceil_div(sum(group.out_features), launch.out_columns))
     chunk = num_tiles * launch.out_columns
     grid = (segments.num_blocks, sum(ceil_div(width, chunk) for width in group.out_features))

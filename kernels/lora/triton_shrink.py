@@ -19,7 +19,7 @@ from kernels.lora.layout import PAGE_RANKS, GroupSizes, ModuleGroup
 from kernels.lora.ops import check_rows, width_of
 from kernels.lora.segments import COUNTS, MANY_TOKENS, AdapterSegments, SegmentSizes, padded_block_tokens
 from kernels.lora.triton_pages import page_offsets, pages_at, tokens_between
-from kernels.tensor_facts import Facts, facts
+from kernels.tensor_spec import TensorSpec, spec_of
 from kernels.triton_launch import Prepared, kernel, no_launch, prepare, prepares
 
 # Zeros for the interpreter, in which NumPy warns of sums of what is masked out later.
@@ -147,7 +147,7 @@ class Form(NamedTuple):
 
 def shrink_group(x: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, max_rank: int) -> torch.Tensor:
     """See kernels.lora.ops.lora_shrink."""
-    shape, joined_shape, launch = _form(facts(x), group.sizes, segments.sizes, max_rank)
+    shape, joined_shape, launch = _form(spec_of(x), group.sizes, segments.sizes, max_rank)
     h = _new(x, shape, dtype=torch.float32)
     joined = h if joined_shape is None else _new(x, joined_shape, dtype=torch.float32)
     _run(launch, x, h, joined, group, segments)
@@ -171,7 +171,7 @@ def shrink(
     """
     assert joined is None or joined.stride()[1:] == h.stride()[1:], f"joined has strides {joined.stride()}"
     is_joined = joined is not None
-    prepared = _prepare(x.stride(), facts(h), is_joined, parts, scaling, group.sizes, segments.sizes, launch)
+    prepared = _prepare(x.stride(), spec_of(h), is_joined, parts, scaling, group.sizes, segments.sizes, launch)
     _run(prepared, x, h, h if joined is None else joined, group, segments)
 
 
@@ -201,7 +201,7 @@ def _run(
 
 
 @prepares
-def _form(x: Facts, group: GroupSizes, segments: SegmentSizes, max_rank: int) -> Form:
+def _form(x: TensorSpec, group: GroupSizes, segments: SegmentSizes, max_rank: int) -> Form:
     check_rows("x", x, segments, group, group.in_features)
     _, x_strides, _, device = x
     planes = num_parts(group.in_features) if segments.num_tokens < MANY_TOKENS else 1
@@ -210,7 +210,7 @@ def _form(x: Facts, group: GroupSizes, segments: SegmentSizes, max_rank: int) ->
     is_joined = planes > 1 and segments.is_counted and counts <= COUNTS
     # As of a dense tensor.
     strides = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
-    h = (shape, strides, torch.float32, device)
+    h = TensorSpec(shape, strides, torch.float32, device)
     launch = _prepare(x_strides, h, is_joined, None, 1.0, group, segments, None)
     return Form(shape, (1, *shape[1:]) if is_joined else None, launch)
 
@@ -218,7 +218,7 @@ def _form(x: Facts, group: GroupSizes, segments: SegmentSizes, max_rank: int) ->
 @prepares
 def _prepare(
     x_strides: tuple[int, ...],
-    h: Facts,
+    h: TensorSpec,
     is_joined: bool,
     parts: int | None,
     scaling: float,

@@ -16,7 +16,7 @@ from kernels.fp8 import FP8, KVScale, check_scales
 from kernels.paged_attention import cpu
 from kernels.paged_attention.batch import AttentionBatch, RowBatch
 from kernels.paged_attention.options import BlockSparsity, Options, OptionSizes
-from kernels.tensor_facts import Facts, facts
+from kernels.tensor_spec import TensorSpec, spec_of
 
 __all__ = [
     "AttentionBatch",
@@ -128,7 +128,7 @@ def _attend(
     """Check the arguments, then run the implementation for the device."""
     if query.dim() != 3 or query.shape[0] != batch.num_tokens:
         raise ValueError(f"query is {tuple(query.shape)}, the batch has {batch.num_tokens} tokens")
-    _check(facts(query), facts(key_cache), facts(value_cache), options.sizes)
+    _check(spec_of(query), spec_of(key_cache), spec_of(value_cache), options.sizes)
     if runs_triton(query):
         from kernels.paged_attention.triton_kernel import can_serve, paged_attention as launch
 
@@ -138,15 +138,15 @@ def _attend(
 
 
 @lru_cache(maxsize=1024)
-def _check(query: Facts, key_cache: Facts, value_cache: Facts, options: OptionSizes) -> None:
+def _check(query: TensorSpec, key_cache: TensorSpec, value_cache: TensorSpec, options: OptionSizes) -> None:
     """Raise ValueError for what does not fit each other. Cached: most steps and layers have the same shapes."""
-    (_, num_heads, dim), keys, values = query[0], key_cache[0], value_cache[0]
+    (_, num_heads, dim), keys, values = query.shape, key_cache.shape, value_cache.shape
     if dim != keys[3] or num_heads % keys[2] or keys[:3] != values[:3]:
-        raise ValueError(f"query {tuple(query[0])} does not fit caches {tuple(keys)} and {tuple(values)}")
-    if key_cache[2] != value_cache[2] or key_cache[2] not in (query[2], FP8):
-        raise ValueError(f"query is {query[2]}, the caches are {key_cache[2]} and {value_cache[2]}")
+        raise ValueError(f"query {tuple(query.shape)} does not fit caches {tuple(keys)} and {tuple(values)}")
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (query.dtype, FP8):
+        raise ValueError(f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}")
     check_scales(key_cache, value_cache, options.key_scale, options.value_scale)
     options.check(num_heads)
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tensors |= {name: each for name in ("sinks", "alibi_slopes") if (each := getattr(options, name)) is not None}
-    check_same_device(**{name: each[3] for name, each in tensors.items()})
+    check_same_device(**{name: each.device for name, each in tensors.items()})

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.fp8 import KVScale, scale_facts
-from kernels.tensor_facts import Facts, facts
+from kernels.fp8 import KVScale, scale_spec
+from kernels.tensor_spec import TensorSpec, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class OptionSizes(NamedTuple):
     scale: float
     sliding_window: int | None
     softcap: float | None
-    sinks: Facts | None
-    alibi_slopes: Facts | None
+    sinks: TensorSpec | None
+    alibi_slopes: TensorSpec | None
     sparsity: BlockSparsity | None
-    key_scale: float | Facts
-    value_scale: float | Facts
+    key_scale: float | TensorSpec
+    value_scale: float | TensorSpec
 
     def check(self, num_heads: int) -> None:
         """Raise ValueError for a value out of range."""
@@ -65,8 +65,8 @@ class OptionSizes(NamedTuple):
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap is {self.softcap}, want more than 0 or None")
         for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
-            if per_head is not None and (per_head[0] != (num_heads,) or not per_head[2].is_floating_point):
-                raise ValueError(f"{name} is {per_head[2]} {tuple(per_head[0])}, want floats [{num_heads}]")
+            if per_head is not None and (per_head.shape != (num_heads,) or not per_head.dtype.is_floating_point):
+                raise ValueError(f"{name} is {per_head.dtype} {tuple(per_head.shape)}, want floats [{num_heads}]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ class Options:
     sizes: OptionSizes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        sinks, slopes = (None if each is None else facts(each) for each in (self.sinks, self.alibi_slopes))
-        scales = (scale_facts(self.key_scale), scale_facts(self.value_scale))
+        sinks, slopes = (None if each is None else spec_of(each) for each in (self.sinks, self.alibi_slopes))
+        scales = (scale_spec(self.key_scale), scale_spec(self.value_scale))
         numbers = (self.scale, self.sliding_window, self.softcap)
         object.__setattr__(self, "sizes", OptionSizes(*numbers, sinks, slopes, self.sparsity, *scales))

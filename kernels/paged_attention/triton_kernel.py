@@ -18,7 +18,7 @@ from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes, d
 from kernels.paged_attention.options import Options, OptionSizes
 from kernels.paged_attention.triton_decode import DecodeForm, run_decode
 from kernels.paged_attention.triton_prefill import PrefillForm, run_prefill
-from kernels.tensor_facts import Facts, facts
+from kernels.tensor_spec import TensorSpec, spec_of
 from kernels.triton_launch import prepares
 
 LOG2E = math.log2(math.e)
@@ -42,7 +42,7 @@ def paged_attention(
     prefill: PrefillLaunch | None = None,
 ) -> torch.Tensor:
     """See the package. The last two replace the launch parameters."""
-    form = _form(facts(query), facts(key_cache), facts(value_cache), options.sizes, decode, prefill)
+    form = _form(spec_of(query), spec_of(key_cache), spec_of(value_cache), options.sizes, decode, prefill)
     output = query.new_empty(*form.output_shape)
     on_device = batch.on_device(query.device, form.block_size)
     # An option that is off reads nothing through its pointer.
@@ -70,15 +70,15 @@ class Form:
 
 @prepares
 def _form(
-    query: Facts,
-    key_cache: Facts,
-    value_cache: Facts,
+    query: TensorSpec,
+    key_cache: TensorSpec,
+    value_cache: TensorSpec,
     options: OptionSizes,
     decode: DecodeLaunch | None,
     prefill: PrefillLaunch | None,
 ) -> Form:
     (num_tokens, num_heads, dim), query_strides, dtype, device = query
-    _, block_size, num_kv_heads, value_dim = value_cache[0]
+    _, block_size, num_kv_heads, value_dim = value_cache.shape
     group = num_heads // num_kv_heads
     numbers = {
         **_options(options),
@@ -86,8 +86,8 @@ def _form(
         "stride_ot": num_heads * value_dim,
         "stride_oh": value_dim,
         **dict(zip(("stride_qt", "stride_qh", "stride_qd"), query_strides, strict=True)),
-        **dict(zip(("stride_kb", "stride_kp", "stride_kh"), key_cache[1], strict=False)),
-        **dict(zip(("stride_vb", "stride_vp", "stride_vh"), value_cache[1], strict=False)),
+        **dict(zip(("stride_kb", "stride_kp", "stride_kh"), key_cache.strides, strict=False)),
+        **dict(zip(("stride_vb", "stride_vp", "stride_vh"), value_cache.strides, strict=False)),
         "GROUP": group,
         "KEY_DIM": dim,
         "VALUE_DIM": value_dim,
@@ -95,7 +95,7 @@ def _form(
         "BLOCK_DV": max(round_up(value_dim), 16),
         "BLOCK_SIZE": block_size,
     }
-    name, sizes = name_of(device), Sizes.of_model(dtype, key_cache[2], max(dim, value_dim), group)
+    name, sizes = name_of(device), Sizes.of_model(dtype, key_cache.dtype, max(dim, value_dim), group)
     return Form(
         (num_tokens, num_heads, value_dim),
         block_size,
@@ -112,21 +112,21 @@ def _options(options: OptionSizes) -> dict[str, Any]:
         options.key_scale,
         options.value_scale,
     )
-    score_scale = options.scale * (1.0 if isinstance(key_scale, tuple) else key_scale)
+    score_scale = options.scale * (1.0 if isinstance(key_scale, TensorSpec) else key_scale)
     # Those of the keys and of the values are contiguous and of one shape.
-    stride_sb, stride_sp = key_scale[1][:2] if isinstance(key_scale, tuple) else (0, 0)
+    stride_sb, stride_sp = key_scale.strides[:2] if isinstance(key_scale, TensorSpec) else (0, 0)
     return {
         "score_scale": score_scale * LOG2E if softcap is None else score_scale / softcap,
         "softcap": 0.0 if softcap is None else softcap * LOG2E,
         "window": options.sliding_window or 0,
-        "value_scale": 1.0 if isinstance(value_scale, tuple) else value_scale,
+        "value_scale": 1.0 if isinstance(value_scale, TensorSpec) else value_scale,
         "stride_sb": stride_sb,
         "stride_sp": stride_sp,
         "HAS_WINDOW": options.sliding_window is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": options.sinks is not None,
         "HAS_SLOPES": options.alibi_slopes is not None,
-        "HAS_TOKEN_SCALES": isinstance(key_scale, tuple),
+        "HAS_TOKEN_SCALES": isinstance(key_scale, TensorSpec),
         "SPARSE_BLOCK": 0 if sparsity is None else sparsity.block_size,
         "LOCAL_BLOCKS": 1 if sparsity is None else sparsity.local_blocks,
         "VERTICAL_STRIDE": 1 if sparsity is None else sparsity.vertical_stride,

@@ -12,7 +12,7 @@ from kernels.devices import runs_triton
 from kernels.fp8 import Fp8Rows
 from kernels.fp8_rows import quantize_rows
 from kernels.rms_norm import cpu, native
-from kernels.tensor_facts import Facts, facts
+from kernels.tensor_spec import TensorSpec, spec_of
 
 __all__ = ["rms_norm", "rms_norm_fp8"]
 
@@ -31,7 +31,7 @@ def rms_norm(
 
     A residual [T, H] of x's dtype takes the sum residual + x in place, and the result is the norm of that sum.
     """
-    is_dense = _check(facts(x), facts(weight), None if residual is None else facts(residual))
+    is_dense = _check(spec_of(x), spec_of(weight), None if residual is None else spec_of(residual))
     if is_dense and runs_triton(x):
         from kernels.rms_norm.triton_kernel import rms_norm as launch
 
@@ -50,7 +50,7 @@ def rms_norm_fp8(
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, Fp8Rows]:
     """rms_norm, and quantize_rows of its result."""
-    is_dense = _check(facts(x), facts(weight), None if residual is None else facts(residual))
+    is_dense = _check(spec_of(x), spec_of(weight), None if residual is None else spec_of(residual))
     if is_dense and runs_triton(x):
         from kernels.rms_norm.triton_kernel import rms_norm_fp8 as launch
 
@@ -60,12 +60,12 @@ def rms_norm_fp8(
 
 
 @lru_cache(maxsize=1024)
-def _check(x: Facts, weight: Facts, residual: Facts | None) -> bool:
+def _check(x: TensorSpec, weight: TensorSpec, residual: TensorSpec | None) -> bool:
     """Whether the GPU's kernel may serve these. Raises ValueError for arguments that do not fit each other."""
-    (shape, strides, dtype, _), hidden = x, x[0][1:]
-    if len(shape) != 2 or weight[0] != hidden or hidden[0] == 0:
-        raise ValueError(f"x is {tuple(shape)} and weight {tuple(weight[0])}, want [T, H] and [H]")
-    if residual is not None and (residual[0] != shape or residual[2] != dtype):
-        raise ValueError(f"residual is {residual[2]} {tuple(residual[0])}, want {dtype} {tuple(shape)}")
-    is_dense = strides[1] == 1 and weight[1][0] == 1 and (residual is None or residual[1][1] == 1)
+    (shape, strides, dtype, _), hidden = x, x.shape[1:]
+    if len(shape) != 2 or weight.shape != hidden or hidden[0] == 0:
+        raise ValueError(f"x is {tuple(shape)} and weight {tuple(weight.shape)}, want [T, H] and [H]")
+    if residual is not None and (residual.shape != shape or residual.dtype != dtype):
+        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, want {dtype} {tuple(shape)}")
+    is_dense = strides[1] == 1 and weight.strides[0] == 1 and (residual is None or residual.strides[1] == 1)
     return is_dense and hidden[0] <= MAX_TRITON_HIDDEN

@@ -14,7 +14,7 @@ from kernels.devices import runs_triton
 from kernels.rope import cpu, native
 from kernels.rope.reference import HeadNorm
 from kernels.store_kv import check_store, native as stores, store_kv
-from kernels.tensor_facts import Facts, facts, is_dense
+from kernels.tensor_spec import TensorSpec, spec_of
 
 __all__ = ["HeadNorm", "apply_rope", "apply_rope_and_store_kv"]
 
@@ -33,7 +33,7 @@ def apply_rope(
     positions is int64 [T], each below num_positions; cos and sin are [num_positions, n], 2 n <= D. Without positions
     row t of the tables is token t's. The two values of a pair lie n apart; what is after 2 n is not rotated.
     """
-    if _check(*_facts(query, key, positions, cos, sin, norm)) and runs_triton(query):
+    if _check(*_specs(query, key, positions, cos, sin, norm)) and runs_triton(query):
         from kernels.rope.triton_kernel import apply_rope as launch
 
         launch(query, key, positions, cos, sin, norm, None)
@@ -57,8 +57,8 @@ def apply_rope_and_store_kv(
     norm: HeadNorm | None = None,
 ) -> None:
     """Do what apply_rope does, then write key and value to their KV positions as store_kv does without scales."""
-    rotated = _facts(query, key, positions, cos, sin, norm)
-    stored = (facts(value), facts(key_cache), facts(value_cache), facts(kv_positions))
+    rotated = _specs(query, key, positions, cos, sin, norm)
+    stored = (spec_of(value), spec_of(key_cache), spec_of(value_cache), spec_of(kv_positions))
     are_rows_dense = _check(*rotated)
     check_store(rotated[1], *stored)
     store = (value, key_cache, value_cache, kv_positions)
@@ -74,51 +74,56 @@ def apply_rope_and_store_kv(
 
 
 @lru_cache(maxsize=1024)
-def _is_dense(value: Facts, kv_positions: Facts) -> bool:
+def _is_dense(value: TensorSpec, kv_positions: TensorSpec) -> bool:
     """Whether the GPU's kernel may serve these."""
-    return value[1][2] == 1 and is_dense(kv_positions)
+    return value.strides[2] == 1 and kv_positions.is_contiguous()
 
 
-_Facts = tuple[Facts, Facts, Facts | None, Facts, Facts, tuple[Facts, Facts] | None]
+# Of query, key, positions, cos, sin, and of the norm's two weights.
+_Specs = tuple[TensorSpec, TensorSpec, TensorSpec | None, TensorSpec, TensorSpec, tuple[TensorSpec, TensorSpec] | None]
 
 
-def _facts(
+def _specs(
     query: torch.Tensor,
     key: torch.Tensor,
     positions: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     norm: HeadNorm | None,
-) -> _Facts:
-    weights = None if norm is None else (facts(norm.query_weight), facts(norm.key_weight))
-    return facts(query), facts(key), None if positions is None else facts(positions), facts(cos), facts(sin), weights
+) -> _Specs:
+    weights = None if norm is None else (spec_of(norm.query_weight), spec_of(norm.key_weight))
+    its_positions = None if positions is None else spec_of(positions)
+    return spec_of(query), spec_of(key), its_positions, spec_of(cos), spec_of(sin), weights
 
 
 @lru_cache(maxsize=1024)
 def _check(
-    query: Facts,
-    key: Facts,
-    positions: Facts | None,
-    cos: Facts,
-    sin: Facts,
-    weights: tuple[Facts, Facts] | None,
+    query: TensorSpec,
+    key: TensorSpec,
+    positions: TensorSpec | None,
+    cos: TensorSpec,
+    sin: TensorSpec,
+    weights: tuple[TensorSpec, TensorSpec] | None,
 ) -> bool:
     """Whether the GPU's kernel may serve these. Raises ValueError for what does not fit each other."""
-    shapes = (query[0], key[0])
-    if len(shapes[0]) != 3 or len(shapes[1]) != 3 or shapes[0][::2] != shapes[1][::2] or query[2] != key[2]:
+    shapes = (query.shape, key.shape)
+    if len(shapes[0]) != 3 or len(shapes[1]) != 3 or shapes[0][::2] != shapes[1][::2] or query.dtype != key.dtype:
         raise ValueError(
-            f"query is {query[2]} {tuple(shapes[0])} and key {key[2]} {tuple(shapes[1])}, "
+            f"query is {query.dtype} {tuple(shapes[0])} and key {key.dtype} {tuple(shapes[1])}, "
             "want [T, Hq, D] and [T, Hkv, D] of one dtype"
         )
     num_tokens, _, dim = shapes[0]
-    if positions is not None and (positions[2] != torch.int64 or positions[0] != (num_tokens,)):
-        raise ValueError(f"positions is {positions[2]} {tuple(positions[0])}, want int64 [{num_tokens}]")
-    if len(cos[0]) != 2 or cos[0] != sin[0] or not 0 < 2 * cos[0][1] <= dim:
-        raise ValueError(f"cos is {tuple(cos[0])} and sin {tuple(sin[0])}, want [positions, n] with 2 n at most {dim}")
-    if positions is None and cos[0][0] != num_tokens:
-        raise ValueError(f"cos has {cos[0][0]} rows for {num_tokens} tokens; give positions, or one row for each token")
+    if positions is not None and (positions.dtype != torch.int64 or positions.shape != (num_tokens,)):
+        raise ValueError(f"positions is {positions.dtype} {tuple(positions.shape)}, want int64 [{num_tokens}]")
+    if len(cos.shape) != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= dim:
+        raise ValueError(
+            f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, want [positions, n] with 2 n at most {dim}"
+        )
+    if positions is None and cos.shape[0] != num_tokens:
+        num_rows = cos.shape[0]
+        raise ValueError(f"cos has {num_rows} rows for {num_tokens} tokens; give positions, or one row for each token")
     for name, weight in zip(("query_weight", "key_weight"), weights or (), strict=False):
-        if weight[0] != (dim,):
-            raise ValueError(f"norm.{name} is {tuple(weight[0])}, want [{dim}]")
-    are_rows_dense = all(each[1][-1] == 1 for each in (query, key, cos, sin, *(weights or ())))
-    return are_rows_dense and (positions is None or is_dense(positions))
+        if weight.shape != (dim,):
+            raise ValueError(f"norm.{name} is {tuple(weight.shape)}, want [{dim}]")
+    are_rows_dense = all(each.strides[-1] == 1 for each in (query, key, cos, sin, *(weights or ())))
+    return are_rows_dense and (positions is None or positions.is_contiguous())

@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 
 from kernels.devices import runs_triton
-from kernels.fp8 import KVScale, check_scales, scale_facts
+from kernels.fp8 import KVScale, check_scales, scale_spec
 from kernels.store_kv import cpu, native
-from kernels.tensor_facts import Facts, facts, is_dense
+from kernels.tensor_spec import TensorSpec, spec_of
 
 __all__ = ["check_store", "store_kv"]
 
@@ -33,9 +33,9 @@ def store_kv(
     or float32 tensors [num_blocks, block_size, Hkv], which are written too: each token and head gets the scale at
     which its largest value is 448.
     """
-    caches = (facts(key_cache), facts(value_cache))
-    check_store(facts(key), facts(value), *caches, facts(kv_positions))
-    check_scales(*caches, scale_facts(key_scale), scale_facts(value_scale))
+    caches = (spec_of(key_cache), spec_of(value_cache))
+    check_store(spec_of(key), spec_of(value), *caches, spec_of(kv_positions))
+    check_scales(*caches, scale_spec(key_scale), scale_spec(value_scale))
     if runs_triton(key):
         from kernels.store_kv import triton_kernel
 
@@ -47,23 +47,25 @@ def store_kv(
 
 
 @lru_cache(maxsize=1024)
-def check_store(key: Facts, value: Facts, key_cache: Facts, value_cache: Facts, kv_positions: Facts) -> None:
+def check_store(
+    key: TensorSpec, value: TensorSpec, key_cache: TensorSpec, value_cache: TensorSpec, kv_positions: TensorSpec
+) -> None:
     """Refuse what store_kv cannot take, whatever the scales."""
-    _check(key[0], key_cache, kv_positions, "key")
-    _check(value[0], value_cache, kv_positions, "value")
-    keys, values = key_cache[0], value_cache[0]
+    _check(key.shape, key_cache, kv_positions, "key")
+    _check(value.shape, value_cache, kv_positions, "value")
+    keys, values = key_cache.shape, value_cache.shape
     if keys[:3] != values[:3]:
         raise ValueError(f"key_cache {tuple(keys)} and value_cache {tuple(values)} disagree")
 
 
-def _check(tokens: torch.Size, cache: Facts, kv_positions: Facts, name: str) -> None:
-    shape = cache[0]
+def _check(tokens: torch.Size, cache: TensorSpec, kv_positions: TensorSpec, name: str) -> None:
+    shape = cache.shape
     if len(tokens) != 3 or len(shape) != 4 or tokens[1:] != shape[2:]:
         raise ValueError(
             f"{name} {tuple(tokens)} does not fit {name}_cache {tuple(shape)}: "
             "want [T, H, D] and [num_blocks, block_size, H, D]"
         )
-    if kv_positions[2] != torch.int64 or kv_positions[0] != tokens[:1]:
-        raise ValueError(f"kv_positions is {kv_positions[2]} {tuple(kv_positions[0])}, want int64 [{tokens[0]}]")
-    if not is_dense(cache):
-        raise ValueError(f"{name}_cache must be contiguous, its strides are {cache[1]}")
+    if kv_positions.dtype != torch.int64 or kv_positions.shape != tokens[:1]:
+        raise ValueError(f"kv_positions is {kv_positions.dtype} {tuple(kv_positions.shape)}, want int64 [{tokens[0]}]")
+    if not cache.is_contiguous():
+        raise ValueError(f"{name}_cache must be contiguous, its strides are {cache.strides}")
