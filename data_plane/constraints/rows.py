@@ -81,8 +81,8 @@ class ConstraintRows:
         # By digest of slow grammars, the latest last: quick tokens since the last slow one.
         self._slow: OrderedDict[str, int] = OrderedDict()
         self._quick: OrderedDict[str, None] = OrderedDict()  # digests of those that were quick so far
-        self._parked: deque[_Row] = deque()  # they wait for a lexer of their own
-        self._learning = threading.Lock()  # of the three
+        self._learning = threading.Lock()  # of the three above
+        self._parked: deque[_Row] = deque()  # they wait for a lexer of their own; lanes add, the compute thread takes
 
     def __len__(self) -> int:
         return len(self._rows)
