@@ -21,5 +21,5 @@ class QuickModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if isinstance(value, nn.Module):
+        if name in self.__dict__.get("_modules", ()):  # a part, or None in the place of one
             self.__dict__[name] = value  # found without nn.Module.__getattr__

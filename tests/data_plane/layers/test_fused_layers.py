@@ -83,3 +83,5 @@ def test_hooks_of_a_quick_module_run_and_exchanged_parts_are_called() -> None:
     layer(torch.zeros(1, 2, 6), shift=1.0)
     assert calls == ["norm", "other"]
     assert dict(layer.named_children())["mlp"] is layer.mlp
+    setattr(layer, "mlp", None)  # noqa: B010 - the type of `layer.mlp` has no None
+    assert layer.mlp is None and "mlp" not in dict(layer.named_children())
