@@ -20,7 +20,8 @@ OnRead = Callable[[object, torch.Tensor, Fp8Rows], None]
 class Fp8Activations:
     """The FP8 form of the tensor that was written last. One for each model.
 
-    It belongs to exactly that tensor object, which nobody may change: a pass at load shows that nobody does.
+    It belongs to that tensor and to its views of other leading sizes, which nobody may change: a pass at load shows
+    that nobody does.
     """
 
     def __init__(self) -> None:
@@ -37,8 +38,19 @@ class Fp8Activations:
 
     def of(self, x: torch.Tensor) -> Fp8Rows:
         """The FP8 rows of x [..., n]."""
-        if self._kept is not None and self._kept[1] is x:
+        if self._kept is not None and _are_same_rows(x, self._kept[1]):
             if self.on_read is not None:
                 self.on_read(*self._kept)
             return self._kept[2]
         return quantize_rows(x.reshape(-1, x.shape[-1]))
+
+
+def _are_same_rows(x: torch.Tensor, kept: torch.Tensor) -> bool:
+    """Whether both are the same rows in the same memory, as a norm's rows [T, n] and a view [1, T, n] of them are.
+
+    `kept` is alive, so that no other tensor can have its memory.
+    """
+    if x is kept:
+        return True
+    is_view = x.data_ptr() == kept.data_ptr() and x.shape[-1] == kept.shape[-1] and x.numel() == kept.numel()
+    return is_view and x.is_contiguous() and kept.is_contiguous()

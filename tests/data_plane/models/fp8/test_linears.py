@@ -10,6 +10,7 @@ from torch import nn
 
 from data_plane.errors import ConfigError
 from data_plane.layers.context import StepContext
+from data_plane.layers.decoder_layer import DecoderLayer
 from data_plane.layers.fp8.activations import Fp8Activations
 from data_plane.layers.lora_linear import LoraLinear
 from data_plane.layers.rms_norm import RmsNorm
@@ -43,23 +44,63 @@ class Layer(nn.Module):
         return None
 
 
+@pytest.mark.parametrize("shape", [(3, 32), (1, 3, 32)], ids=["rows", "a batch of one"])
 @pytest.mark.parametrize(
     ("between", "is_trusted"),
     [
         (lambda x: x, True),
+        (lambda x: x.view(-1, 32), True),  # the same rows, as a mixture of experts hands them to its shared expert
+        (lambda x: x[..., :1, :].expand(x.shape), False),  # other rows that begin in the same memory
         (lambda x: x + 1, False),  # another tensor: nobody reads the rows
         (lambda x: x.mul_(2), False),  # the same tensor with other values
     ],
-    ids=["as it is", "a copy", "changed in place"],
+    ids=["as it is", "a view", "a row alone", "a copy", "changed in place"],
 )
-def test_rows_are_written_only_for_a_tensor_that_a_linear_reads_as_it_is(between: Any, is_trusted: bool) -> None:
+def test_rows_are_written_only_for_a_tensor_that_a_linear_reads_as_it_is(
+    between: Any, is_trusted: bool, shape: tuple[int, ...]
+) -> None:
     layer: Any = Layer(between)
-    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = layer(x)
         quantize_linears(layer, lambda: layer(x))
         assert (layer.norm.fp8 is not None) == is_trusted
         assert (layer(x) - expected).norm() < 0.05 * expected.norm()
+
+
+class Part(nn.Module):
+    """An attention or an MLP as transformers has them: it takes [1, T, n]. Attentions return a pair."""
+
+    def __init__(self, *, is_attention: bool) -> None:
+        super().__init__()
+        self.linear = LoraLinear([nn.Linear(32, 32, bias=False).requires_grad_(False)], ["linear"], StepContext())
+        self.is_attention = is_attention
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        assert hidden_states.dim() == 3
+        output = self.linear(hidden_states)
+        return (output, None) if self.is_attention else output
+
+
+class Decoder(Layer):
+    """A fused layer whose attention and MLP are not fused."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x)
+        norms = [RmsNorm(nn.Parameter(torch.ones(32)), 1e-5, 0.0) for _ in range(2)]
+        self.layer = DecoderLayer(Part(is_attention=True), Part(is_attention=False), *norms)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)
+        return output
+
+
+def test_norms_of_a_fused_layer_write_rows_for_parts_that_are_not_fused() -> None:
+    model: Any = Decoder()
+    x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        quantize_linears(model, lambda: model(x.clone()))
+    assert all(norm.fp8 is not None for norm in (model.layer.input_layernorm, model.layer.post_attention_layernorm))
 
 
 def test_linears_that_are_not_ours_stay_as_they_are_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
