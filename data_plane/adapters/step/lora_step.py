@@ -128,11 +128,12 @@ class ShrunkRows:
 
 
 class Shrunk(NamedTuple):
-    """x @ A of the tokens' first adapters, or of their second and so on, at modules of one group."""
+    """x @ A at modules of one group."""
 
     targeted: TargetedGroup
-    h: torch.Tensor  # float32 [planes, modules, T, width]
-    segments: AdapterSegments
+    # float32 [planes, modules, T, width] of the tokens' first adapters, of their second and so on. Empty if the
+    # A and B of all adapters of the step are summed.
+    passes: list[tuple[torch.Tensor, AdapterSegments]]
 
 
 class LoraStep:
@@ -214,9 +215,10 @@ class LoraStep:
 
     def _shrunk_of(self, groups: Sequence[TargetedGroup], x: torch.Tensor) -> list[Shrunk]:
         return [
-            Shrunk(targeted, lora_shrink(x, targeted.group.modules, segments, max_rank=targeted.max_rank), segments)
+            Shrunk(
+                targeted, [(_shrink(x, targeted.group.modules, targeted.max_rank, each), each) for each in self._passes]
+            )
             for targeted in groups
-            for segments in self._passes
         ]
 
     def expand(self, shrunk: Sequence[Shrunk], x: torch.Tensor, y: torch.Tensor) -> Expansion | None:
@@ -228,15 +230,16 @@ class LoraStep:
             return None
         if self._side is not None:
             self._side.join()
-        targeted, h, segments = shrunk[0]
+        targeted, passes = shrunk[0]
         if self.is_plain and targeted.is_whole:
+            ((h, segments),) = passes
             return Expansion(y, h, targeted.group.modules, segments, targeted.epilogue)
-        for targeted, h, segments in shrunk:
-            Expansion(y[:, targeted.columns], h, targeted.group.modules, segments, targeted.epilogue).add()
-        if self._linear is not None:
-            for targeted, *_ in shrunk[:: len(self._passes)]:
-                shrink = partial(_shrink, x, targeted.group.modules, targeted.max_rank)
-                self._linear.add(targeted.group, shrink, y[:, targeted.columns])
+        for targeted, passes in shrunk:
+            part, modules = y[:, targeted.columns], targeted.group.modules
+            for h, segments in passes:
+                Expansion(part, h, modules, segments, targeted.epilogue).add()
+            if self._linear is not None:
+                self._linear.add(targeted.group, partial(_shrink, x, modules, targeted.max_rank), part)
         return None
 
     def embed(self, target_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from data_plane.adapters.arena.scaled_columns import ScaledColumns
+from data_plane.adapters.step import lora_step
 from data_plane.adapters.step.adapter_steps import AdapterSteps
+from data_plane.adapters.step.further_columns import FurtherColumns
 from data_plane.errors import ArenaFull, StaleSlot
 from tests.data_plane.adapters.factories import TARGETS, expected_delta, load, make_arena, pack, run_step
 
@@ -72,6 +76,42 @@ def test_fused_modules_follow_a_slot_that_is_filled_again() -> None:
         deltas = [expected_delta(name, x, [2, -1], {2: packed}) for name in names]
         torch.testing.assert_close(y, torch.cat(deltas, dim=1), rtol=1e-4, atol=1e-3)
         arena.evict(2, generation)
+
+
+@pytest.mark.parametrize("kinds", ["linear", "products", "both", "plain"])
+def test_halves_that_are_computed_apart_add_what_one_call_adds(kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. Also in steps whose only adapters are combined as sums of their A and B."""
+    arena = make_arena(num_scaled=8)
+    for slot in range(3):
+        load(arena, slot, 1, pack(3 + slot, seed=slot))
+    arena.list_published()
+    scaled = ScaledColumns(arena.table)
+    linear, others = (
+        np.array([column, -1, column, -1], dtype=np.int32)
+        for column in (scaled.take(0, 1, 0.5, is_linear=True), scaled.take(1, 1, -2.0, is_linear=True))
+    )
+    first = np.array([-1, 1, -1, 2] if kinds != "linear" else [-1] * 4, dtype=np.int32)
+    further = FurtherColumns(
+        (np.array([-1, 2, -1, 0], dtype=np.int32),) if kinds in ("products", "both") else (),
+        (linear, others) if kinds in ("linear", "both") else (),
+    )
+    named = sorted({int(column) for columns in (first, *further.every) for column in columns} - {-1})
+    step = AdapterSteps(arena).begin(torch.from_numpy(first), named, further)
+    assert step is not None
+    monkeypatch.setattr(lora_step, "shrinks_apart", lambda _: True)
+    q, v, up = (target.name for target in TARGETS[:3])
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    for names in ((q, v, up), (v, up, q), (up,)):
+        at_once = torch.zeros(4, sum(target.out_features for target in TARGETS[:3] if target.name in names))
+        apart = at_once.clone()
+        step.apply_group(names, x, at_once)
+        shrunk = step.shrink(names, x)
+        assert shrunk is not None
+        expansion = step.expand(shrunk, x, apart)
+        if expansion is not None:
+            expansion.add()
+        assert at_once.any()
+        torch.testing.assert_close(apart, at_once)
 
 
 def test_modules_that_no_adapter_targets_are_left_alone() -> None:
