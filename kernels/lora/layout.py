@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from contract.packed_layout import RANKS_PER_PAGE
+from kernels.devices import check_devices
 
 PAGE_RANKS = RANKS_PER_PAGE  # rows of one page
 H_ALIGN = 4  # ranks of h that a GPU reads at once, if its width and strides are multiples
@@ -71,6 +72,8 @@ class ModuleGroup:
 
     def __post_init__(self) -> None:
         first, pages = self.first, self.pages
+        tables = {"page_ids": self.page_ids, "first": first, "rank": self.rank, "scaling": self.scaling}
+        check_devices(pages=pages, **tables)
         widths = (self.in_features, self.out_features, pages.shape[2], first.stride(0))
         object.__setattr__(self, "sizes", GroupSizes(first.shape[1], *widths, pages.dtype, pages.device))
 

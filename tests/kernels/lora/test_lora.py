@@ -183,6 +183,10 @@ def test_wrong_arguments_are_refused() -> None:
         add(y.bfloat16(), x.bfloat16())
     with pytest.raises(ValueError, match=r"x on meta; move one|x is on meta, y on cpu"):
         add(y, x.to("meta"))
+    for table in ("page_ids", "first", "rank", "scaling"):
+        elsewhere: dict[str, Any] = {table: getattr(inputs.group, table).to("meta")}
+        with pytest.raises(ValueError, match=f"{table} is on meta, pages on cpu"):
+            replace(inputs.group, **elsewhere)
     with pytest.raises(ValueError, match="slot 3 has rank 64, h has room for 32"):
         add(y, x, max_rank=32)
     with pytest.raises(ValueError, match="max_rank is -1"):
