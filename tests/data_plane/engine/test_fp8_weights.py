@@ -142,8 +142,10 @@ def writers(engine: TorchEngine) -> list[str]:
 
 
 @pytest.mark.usefixtures("any_device")
-def test_norms_and_gates_write_the_inputs_of_the_linears_behind_them(tmp_path: Path) -> None:
-    engine = build_engine(worker_config(make_checkpoint(tmp_path, "llama"), quantization="fp8"))
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_norms_and_gates_write_the_inputs_of_the_linears_behind_them(arch: str, tmp_path: Path) -> None:
+    """Also in layers that stay as transformers made them, as those of four norms."""
+    engine = build_engine(worker_config(make_checkpoint(tmp_path, arch), quantization="fp8"))
     assert len(in_fp8(engine)) == 2 * 7 and "lm_head" not in in_fp8(engine)
     found = writers(engine)
     assert len(found) == 2 * 3, found
