@@ -147,16 +147,18 @@ class Connection(H11Protocol):
             # Another response has begun: with two of them uvicorn fails and logs a traceback.
             self.transport.abort()
             return
+        has_body = True
         if self.carries_request:  # and its body is what is wrong: for its handler, the client has left
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            has_body = self.scope["method"] != "HEAD"
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         refusal = closing_response(status, f"the request is not valid HTTP/1.1: {str(error or msg)[:200]}")
         reason = HTTPStatus(status).phrase.encode()
         for event in (
             h11.Response(status_code=status, headers=refusal.raw_headers, reason=reason),
-            h11.Data(data=bytes(refusal.body)),
+            h11.Data(data=bytes(refusal.body) if has_body else b""),
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event))

@@ -169,17 +169,17 @@ async def test_a_body_that_nobody_reads_keeps_no_connection() -> None:
 
 
 async def test_a_body_that_is_no_http_ends_its_connection_and_not_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    head = b"POST /%s HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n%s"
+    head = b"%s /%s HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n"
     async with listening(4) as port:
-        for num_gone, path in enumerate((b"wait", b""), 1):
-            reader = await port.open(head % (path, b"1\r\na\r\n"))
+        for num_gone, (method, path) in enumerate([(b"POST", b"wait"), (b"HEAD", b"wait"), (b"POST", b"")], 1):
+            reader = await port.open(head % (method, path))
             await port.until(1, int(path == b"wait"))
             if not path:
                 assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
             port.write(b"this is not a length\r\n")
             assert await ends(reader)
             await port.until(0, 0)
-            assert port.num_gone == min(num_gone, 1)
+            assert port.num_gone == min(num_gone, 2)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
