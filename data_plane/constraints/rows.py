@@ -62,7 +62,7 @@ class _Row:
     build: Callable[[], Matcher] | None = None  # what makes it, where the grammar is new to the worker
     error: str = ""  # one line
     allows_only_banned: bool = False  # and the next token is before min_tokens
-    starts_again: bool = False  # the matcher has failed by the lexer that it shares
+    starts_again: bool = False  # the matcher failed by the lexer that it shares, and has not caught up since
     is_ready: bool = field(default=False)  # what is above is of the next token
 
 
@@ -222,8 +222,13 @@ class ConstraintRows:
             else:
                 self._parked.append(row)
 
-    def _await(self, rows: Sequence[_Row], *, is_alone: bool) -> None:
+    def _ready_soon(self, rows: Sequence[_Row]) -> list[_Row]:
+        """Of rows whose masks are not ready, those that a step may wait for."""
         quick = [row for row in rows if not row.is_ready and row.constraint.digest in self._quick]
+        return [row for row in quick if not row.starts_again]
+
+    def _await(self, rows: Sequence[_Row], *, is_alone: bool) -> None:
+        quick = self._ready_soon(rows)
         began_s = self._lanes.now_s()
         # Where every row of the step has a constraint, no other row is held up.
         patience_s = PATIENCE_S if is_alone else self._patience.left_s(began_s)
@@ -239,7 +244,7 @@ class ConstraintRows:
 
         Only a wait that was in vain is spent: the others take what a mask takes, which is what the draft costs.
         """
-        quick = [row for row in rows if not row.is_ready and row.constraint.digest in self._quick]
+        quick = self._ready_soon(rows)
         began_s = self._lanes.now_s()
         if quick and self._patience.left_s(began_s) > 0 and not self._lanes.wait(lambda: _all_ready(quick), PATIENCE_S):
             self._patience.spend(self._lanes.now_s() - began_s)
@@ -266,7 +271,7 @@ class ConstraintRows:
     def _submit(self, rows: Sequence[_Row]) -> None:
         """Let another thread follow rows of one grammar."""
         digest = rows[0].constraint.digest
-        if digest in self._slow:
+        if digest in self._slow or rows[0].starts_again:
             self._lanes.run_slow(lambda: self._follow(rows))
         elif digest in self._quick:
             self._lanes.run_quick(lambda: self._follow(rows))
@@ -307,7 +312,7 @@ class ConstraintRows:
 
     def _go_on(self, row: _Row, matcher: Matcher) -> bool:
         """Follow the row's tokens and compute its mask. False: another task goes on, now or when there is a lexer."""
-        if row.starts_again:
+        if row.starts_again and matcher.has_failed:
             try:
                 self._timed(row, lambda: _start_again(row, matcher))
             except LexersTaken as error:
@@ -328,6 +333,7 @@ class ConstraintRows:
         if matcher.has_failed or row.to_follow:
             self._submit([row])
             return False
+        row.starts_again = False
         if row.banned is not None and row.position < row.min_tokens:
             row.allows_only_banned = _has_only(row.allowed, row.banned)
         return True
@@ -370,7 +376,6 @@ class ConstraintRows:
 def _start_again(row: _Row, matcher: Matcher) -> None:
     """Begin the row's grammar again: its tokens are to be followed once more. Raises LexersTaken."""
     row.to_follow = matcher.start_again() + row.to_follow
-    row.starts_again = False
 
 
 def _follow_all(rows: Sequence[_Row]) -> None:
