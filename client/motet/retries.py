@@ -29,6 +29,7 @@ class RetryPolicy:
        `max_attempts` attempts in a row.
     2. No server took the call (the connection is refused or broke, or the server shuts down): for `max_absence_s`.
     3. The same, and no server was ever reached by this client: for `connect_timeout_s`.
+    4. The connection has as many calls as the server allows: until the call's timeout.
 
     A generation that gets a new token counts from the beginning.
     """
