@@ -292,8 +292,13 @@ class ShuttingDown(Unavailable):
 
     reason = "DRAINING"
 
-    def __init__(self, message: str = "the server is shutting down; try another one, or again in a moment") -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str = "the server is shutting down; try another one, or again in a moment",
+        *,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
 
 
 class WorkerIdTaken(Unavailable):

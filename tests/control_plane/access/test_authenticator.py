@@ -46,7 +46,7 @@ def test_the_first_method_that_knows_what_is_presented_decides() -> None:
 def test_what_no_method_knows_is_refused_without_repeating_it() -> None:
     with pytest.raises(Unauthenticated, match="needs a credential"):
         authenticator().principal(Presented())
-    with pytest.raises(Unauthenticated, match="none that this server knows") as caught:
+    with pytest.raises(Unauthenticated, match="not one that this server knows") as caught:
         authenticator().principal(Presented(token="sesame"))
     assert "sesame" not in str(caught.value) and "sesame" not in repr(Presented(token="sesame"))
 

@@ -244,7 +244,7 @@ def _forms_that_cannot_be_merged(directory: Path, base: Path) -> Iterator[tuple[
     config = json.loads((scaled / "adapter_config.json").read_text())
     config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     (scaled / "adapter_config.json").write_text(json.dumps(config))
-    yield scaled, "rope_scaling: the adapter has a rotary embedding of its own"
+    yield scaled, "rope_scaling: the adapter has its own rotary embedding"
     yield make_classifier(directory / "score", base, target_modules=["q_proj"]), "no place for a score head"
     yield (
         make_adapter(directory / "bias", base, targets=["q_proj"], lora_bias=True),

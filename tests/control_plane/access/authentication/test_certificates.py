@@ -68,7 +68,7 @@ def test_a_refusal_says_whose_certificate_it_was(method: ClientIdentities, names
 
 
 def test_a_token_that_nobody_knows_is_not_replaced_by_the_certificate(method: ClientIdentities) -> None:
-    with pytest.raises(Unauthenticated, match="none that this server knows"):
+    with pytest.raises(Unauthenticated, match="not one that this server knows"):
         Authenticator([method]).principal(Presented(token="sesame", identities=(ALICE,)))
 
 
