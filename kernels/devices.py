@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,26 +24,28 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def check_devices(**tensors: torch.Tensor | None) -> None:
+class Placed(Protocol):
+    """A tensor, or what stands for one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+
+
+def check_devices(**tensors: Placed | None) -> None:
     """Raise ValueError, by name, for a tensor that is on another device than the first. None is skipped."""
-    check_same_device(**{name: tensor.device for name, tensor in tensors.items() if tensor is not None})
+    head, device = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if device is None:
+            head, device = name, tensor.device
+        elif tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, {head} on {device}; move one of them")
 
 
-def check_same_device(**devices: torch.device) -> None:
-    """Raise ValueError, by name, for a device that is not the first one."""
-    head = next(iter(devices), "")
-    for name, device in devices.items():
-        if device != devices[head]:
-            raise ValueError(f"{name} is on {device}, {head} on {devices[head]}; move one of them")
-
-
-def device_name(tensor: torch.Tensor) -> str | None:
-    """The GPU of a tensor as its maker names it, such as "NVIDIA H200"; None on the CPU."""
-    return name_of(tensor.device)
-
-
-def name_of(device: torch.device) -> str | None:
-    """The device of a tensor as its maker names it; None for the CPU."""
+def device_name(device: torch.device) -> str | None:
+    """The GPU of a tensor as its maker names it, such as "NVIDIA H200"; None on the CPU. `device`: of a tensor."""
     return _gpu_name(device.index) if device.type == "cuda" else None
 
 
@@ -52,13 +54,8 @@ def is_hopper(tensor: torch.Tensor) -> bool:
     return not tensor.is_cuda or _major(tensor.get_device()) == 9
 
 
-def num_multiprocessors(tensor: torch.Tensor) -> int:
-    """Multiprocessors of the tensor's GPU. Two on the CPU, where kernels are interpreted."""
-    return multiprocessors_of(tensor.device)
-
-
-def multiprocessors_of(device: torch.device) -> int:
-    """`num_multiprocessors` of the device of a tensor."""
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a tensor's GPU. Two on the CPU, where kernels are interpreted. `device`: of a tensor."""
     return _num_multiprocessors(device.index) if device.type == "cuda" else 2
 
 

@@ -61,14 +61,13 @@ def check_scales(
     key_cache: TensorSpec, value_cache: TensorSpec, key_scale: float | TensorSpec, value_scale: float | TensorSpec
 ) -> None:
     """Refuse scales that do not belong to these caches, and FP8 caches on a device that cannot read them."""
-    dtypes = (key_cache.dtype, value_cache.dtype)
-    if dtypes[0] != dtypes[1] and FP8 in dtypes:
-        raise ValueError(f"the caches are {dtypes[0]} and {dtypes[1]}, want both {FP8} or neither")
+    if key_cache.dtype != value_cache.dtype and FP8 in (key_cache.dtype, value_cache.dtype):
+        raise ValueError(f"the caches are {key_cache.dtype} and {value_cache.dtype}, want both {FP8} or neither")
     if isinstance(key_scale, TensorSpec) != isinstance(value_scale, TensorSpec):
         raise ValueError("key_scale and value_scale are of two kinds, want two floats or two tensors")
     _check_scale(key_cache, key_scale, "key")
     _check_scale(value_cache, value_scale, "value")
-    refusal = fp8_refusal(key_cache.device) if dtypes[0] == FP8 else None
+    refusal = fp8_refusal(key_cache.device) if key_cache.dtype == FP8 else None
     if refusal is not None:
         raise ValueError(refusal)
 
@@ -95,20 +94,19 @@ def widen(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _check_scale(cache: TensorSpec, scale: float | TensorSpec, name: str) -> None:
-    shape, _, dtype, device = cache
-    if dtype != FP8:
+    if cache.dtype != FP8:
         if isinstance(scale, TensorSpec) or scale != 1.0:
-            raise ValueError(f"{name}_scale is given for a cache of {dtype}; only {FP8} caches have scales")
+            raise ValueError(f"{name}_scale is given for a cache of {cache.dtype}; only {FP8} caches have scales")
     elif not isinstance(scale, TensorSpec):
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"{name}_scale is {scale}, want a positive number")
-    elif scale.dtype != torch.float32 or scale.shape != shape[:3] or not scale.is_contiguous():
+    elif scale.dtype != torch.float32 or scale.shape != cache.shape[:3] or not scale.is_contiguous():
         raise ValueError(
             f"{name}_scale is {scale.dtype} {tuple(scale.shape)} with strides {scale.strides}, "
-            f"want contiguous float32 {list(shape[:3])}"
+            f"want contiguous float32 {list(cache.shape[:3])}"
         )
-    elif scale.device != device:
-        raise ValueError(f"{name}_scale is on {scale.device}, its cache on {device}")
+    elif scale.device != cache.device:
+        raise ValueError(f"{name}_scale is on {scale.device}, its cache on {cache.device}")
 
 
 @cache

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
-from kernels.devices import check_same_device
+from kernels.devices import check_devices
 from kernels.gated_activation.triton_kernel import gated
 from kernels.lora.expansion import Expansion, columns_of_tiles
 from kernels.lora.launch import steps_of_program
@@ -380,10 +380,10 @@ def _prepare(
     epilogue: EpilogueSizes | None,
     activation: str,
 ) -> Prepared | None:
-    (num_tokens, num_columns), strides, dtype, device = y
+    (num_tokens, num_columns), strides, dtype, _ = y
     check_rows("y", y, segments, group, sum(group.out_features))
     check_h(h, group, segments)
-    check_same_device(y=device, h=h.device)
+    check_devices(y=y, h=h)
     columns = tile_columns(y, group, segments)
     if columns is None:
         return None

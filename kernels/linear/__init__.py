@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from kernels.devices import check_same_device, device_name, is_hopper, runs_triton
+from kernels.devices import check_devices, device_name, is_hopper, runs_triton
 from kernels.linear import native
 from kernels.linear.panels import from_panels, to_panels
 from kernels.linear.rows_launch import MAX_ROWS, launch_of
@@ -95,21 +95,20 @@ def serves_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         num_rows > 0
         and is_hopper(x)
-        and num_rows <= launch_of(device_name(x), x.dtype, weight.shape[1], weight.shape[0]).most_rows
+        and num_rows <= launch_of(device_name(x.device), x.dtype, weight.shape[1], weight.shape[0]).most_rows
     )
 
 
 @lru_cache(maxsize=1024)
 def _number_of_rows(x: TensorSpec, weight: TensorSpec) -> int:
     """0: the kernel of several rows cannot multiply these."""
-    (shape, strides, dtype, _), weight_strides = x, weight.strides
-    num_rows = shape[:-1].numel()
+    num_rows = x.shape[:-1].numel()
     is_served = (
         2 <= num_rows <= MAX_ROWS
-        and weight.dtype == dtype
-        and dtype in (torch.bfloat16, torch.float16)
-        and strides[-1] == weight_strides[1] == 1
-        and not (strides[-2] | weight_strides[0] | weight.shape[1]) % 16
+        and weight.dtype == x.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.strides[-1] == weight.strides[1] == 1
+        and not (x.strides[-2] | weight.strides[0] | weight.shape[1]) % 16
     )
     return num_rows if is_served else 0
 
@@ -130,21 +129,20 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 @lru_cache(maxsize=1024)
 def _check_rows(x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None, *, most: int) -> None:
     """Raise ValueError for what the kernels of 1 to `most` rows cannot multiply."""
-    (shape, strides, dtype, _), (weight_shape, weight_strides, weight_dtype, _) = x, weight
-    fits = len(shape) == len(weight_shape) == 2 and weight_shape[1] == shape[1] != 0 and 1 <= shape[0] <= most
-    if not fits:
+    are_matrices = len(x.shape) == len(weight.shape) == 2
+    if not (are_matrices and weight.shape[1] == x.shape[1] != 0 and 1 <= x.shape[0] <= most):
         rows = "1" if most == 1 else f"1 to {most}"
-        raise ValueError(f"x is {tuple(shape)} and weight {tuple(weight_shape)}, want [{rows}, in] and [out, in]")
-    if weight_dtype != dtype:
-        raise ValueError(f"weight is {weight_dtype}, want {dtype} as x is")
-    if weight_strides[1] != 1 or strides[1] != 1:
+        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [{rows}, in] and [out, in]")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"weight is {weight.dtype}, want {x.dtype} as x is")
+    if weight.strides[1] != 1 or x.strides[1] != 1:
         raise ValueError(
-            f"the values of a row must follow one another, x has strides {strides} and weight {weight_strides}; "
+            f"the values of a row must follow one another, x has strides {x.strides} and weight {weight.strides}; "
             "make them contiguous"
         )
-    if bias is not None and (bias.shape != weight_shape[:1] or bias.dtype != dtype or not bias.is_contiguous()):
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
         raise ValueError(
-            f"bias is {bias.dtype} {tuple(bias.shape)} with strides {bias.strides}, want {dtype} [{weight_shape[0]}], "
-            "contiguous"
+            f"bias is {bias.dtype} {tuple(bias.shape)} with strides {bias.strides}, want {x.dtype} "
+            f"[{weight.shape[0]}], contiguous"
         )
-    check_same_device(x=x.device, weight=weight.device, **({} if bias is None else {"bias": bias.device}))
+    check_devices(x=x, weight=weight, bias=bias)

@@ -127,8 +127,8 @@ def rows_linear(
     if num_out == 0:
         return y
     if launch is None:
-        launch = launch_of(device_name(x), x.dtype, num_in, num_out)
-    grid = grid_of(launch, num_multiprocessors(x), x.dtype, num_in, num_out, num_rows)
+        launch = launch_of(device_name(x.device), x.dtype, num_in, num_out)
+    grid = grid_of(launch, num_multiprocessors(x.device), x.dtype, num_in, num_out, num_rows)
     parts, num_done = y, y  # not used
     if grid.num_parts > 1:
         parts = x.new_empty(grid.part_values, dtype=torch.float32)

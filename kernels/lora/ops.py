@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from kernels.buckets import round_up
-from kernels.devices import check_devices, check_same_device, runs_triton
+from kernels.devices import check_devices, runs_triton
 from kernels.lora import choice, cpu, native
 from kernels.lora.layout import H_ALIGN, Epilogue, GroupSizes, ModuleGroup, PagedModule
 from kernels.lora.segments import AdapterSegments, SegmentSizes, blocks_of_one, split_by_length
@@ -287,19 +287,18 @@ def _check_ids(token_ids: torch.Tensor, num_tokens: int) -> None:
 
 
 def check_rows(name: str, rows: TensorSpec, segments: SegmentSizes, group: GroupSizes, width: int) -> None:
-    """Rows of x or y: one for each token."""
-    shape, _, dtype, device = rows
+    """Raise ValueError unless there is a row of x or y for each token."""
     check_segments(segments, group.num_slots)
-    check_same_device(**{name: device}, order=segments.device, pages=group.device)
-    if shape != (segments.num_tokens, width) or dtype != group.dtype:
+    check_devices(**{name: rows}, order=segments, pages=group)
+    if rows.shape != (segments.num_tokens, width) or rows.dtype != group.dtype:
         raise ValueError(
-            f"{name} is {dtype} {list(shape)}, want {group.dtype} [{segments.num_tokens}, {width}] as the segments "
-            "and the adapters are"
+            f"{name} is {rows.dtype} {list(rows.shape)}, want {group.dtype} [{segments.num_tokens}, {width}] "
+            "as the segments and the adapters are"
         )
 
 
 def check_segments(segments: SegmentSizes, num_slots: int) -> None:
-    """Segments of no more slots than the modules have."""
+    """Raise ValueError for segments of more slots than the modules have."""
     if segments.num_slots > num_slots:
         raise ValueError(
             f"the segments are of {segments.num_slots} slots, the modules have {num_slots}: use at most that number"
@@ -307,11 +306,10 @@ def check_segments(segments: SegmentSizes, num_slots: int) -> None:
 
 
 def check_h(h: TensorSpec, group: GroupSizes, segments: SegmentSizes) -> None:
-    """[planes, modules, T, width]"""
-    shape, strides, dtype, _ = h
-    if dtype != torch.float32 or shape[1:3] != (group.num_modules, segments.num_tokens) or strides[3] != 1:
+    """Raise ValueError unless h is [planes, modules, T, width]."""
+    if h.dtype != torch.float32 or h.shape[1:3] != (group.num_modules, segments.num_tokens) or h.strides[3] != 1:
         raise ValueError(
-            f"h is {dtype} {list(shape)} with strides {strides}, want float32 [planes, {group.num_modules}, "
+            f"h is {h.dtype} {list(h.shape)} with strides {h.strides}, want float32 [planes, {group.num_modules}, "
             f"{segments.num_tokens}, width] with ranks side by side"
         )
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
-from kernels.devices import check_same_device, name_of
+from kernels.devices import check_devices, device_name
 from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch, steps_of_program
 from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, EpilogueSizes, GroupSizes, ModuleGroup
 from kernels.lora.ops import check_h, check_rows
@@ -317,10 +317,10 @@ def _prepare(
     _, strides, dtype, device = y
     check_rows("y", y, segments, group, sum(group.out_features))
     check_h(h, group, segments)
-    check_same_device(y=device, h=h.device)
+    check_devices(y=y, h=h)
     if segments.num_blocks == 0:
         return no_launch
-    launch = launch or expand_launch(name_of(device), Sizes.of(group, h.shape, max(group.out_features)))
+    launch = launch or expand_launch(device_name(device), Sizes.of(group, h.shape, max(group.out_features)))
     num_tiles = steps_of_program(segments.num_blocks, ceil_div(sum(group.out_features), launch.out_columns))
     chunk = num_tiles * launch.out_columns
     grid = (segments.num_blocks, sum(ceil_div(width, chunk) for width in group.out_features))

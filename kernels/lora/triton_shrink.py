@@ -13,7 +13,7 @@ import triton.language as tl
 from triton import knobs
 
 from kernels.buckets import ceil_div
-from kernels.devices import name_of
+from kernels.devices import device_name
 from kernels.lora.launch import MIN_RANKS, ShrinkLaunch, Sizes, num_parts, part_steps, shrink_launch
 from kernels.lora.layout import PAGE_RANKS, GroupSizes, ModuleGroup
 from kernels.lora.ops import check_rows, width_of
@@ -233,7 +233,7 @@ def _prepare(
     assert planes in (1, parts), f"{planes} planes for {parts} parts"
     if segments.num_blocks == 0 or width == 0:
         return no_launch
-    launch = launch or shrink_launch(name_of(device), Sizes.of(group, shape, group.in_features))
+    launch = launch or shrink_launch(device_name(device), Sizes.of(group, shape, group.in_features))
     grid = (segments.num_blocks, ceil_div(width, launch.ranks) * planes, num_modules)
     numbers = {
         "num_slots": segments.num_slots,

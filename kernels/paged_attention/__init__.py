@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from kernels.devices import check_same_device, runs_triton
+from kernels.devices import check_devices, runs_triton
 from kernels.fp8 import FP8, KVScale, check_scales
 from kernels.paged_attention import cpu
 from kernels.paged_attention.batch import AttentionBatch, RowBatch
@@ -149,4 +149,4 @@ def _check(query: TensorSpec, key_cache: TensorSpec, value_cache: TensorSpec, op
     options.check(num_heads)
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tensors |= {name: each for name in ("sinks", "alibi_slopes") if (each := getattr(options, name)) is not None}
-    check_same_device(**{name: each.device for name, each in tensors.items()})
+    check_devices(**tensors)

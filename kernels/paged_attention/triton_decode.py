@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div, round_up
-from kernels.devices import multiprocessors_of
+from kernels.devices import num_multiprocessors
 from kernels.paged_attention.device_batch import DeviceBatch, Splitting
 from kernels.paged_attention.launch import DecodeLaunch
 from kernels.paged_attention.triton_loop import attend, decode_range, finish, fold
@@ -294,7 +294,7 @@ class DecodeForm:
         }
         window = numbers["window"] if numbers["HAS_WINDOW"] else None
         splitting = Splitting(launch.split_keys, launch.max_splits, tiles, launch.block_n, window)
-        return cls(splitting, units, multiprocessors_of(device) * launch.programs, {**numbers, **own})
+        return cls(splitting, units, num_multiprocessors(device) * launch.programs, {**numbers, **own})
 
 
 def run_decode(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kernels.buckets import round_up
-from kernels.devices import name_of
+from kernels.devices import device_name
 from kernels.paged_attention.batch import AttentionBatch, RowBatch
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes, decode_launch, prefill_launch
 from kernels.paged_attention.options import Options, OptionSizes
@@ -95,7 +95,7 @@ def _form(
         "BLOCK_DV": max(round_up(value_dim), 16),
         "BLOCK_SIZE": block_size,
     }
-    name, sizes = name_of(device), Sizes.of_model(dtype, key_cache.dtype, max(dim, value_dim), group)
+    name, sizes = device_name(device), Sizes.of_model(dtype, key_cache.dtype, max(dim, value_dim), group)
     return Form(
         (num_tokens, num_heads, value_dim),
         block_size,
@@ -106,12 +106,8 @@ def _form(
 
 def _options(options: OptionSizes) -> dict[str, Any]:
     """The options by the kernels' names."""
-    softcap, sparsity, key_scale, value_scale = (
-        options.softcap,
-        options.sparsity,
-        options.key_scale,
-        options.value_scale,
-    )
+    softcap, sparsity = options.softcap, options.sparsity
+    key_scale, value_scale = options.key_scale, options.value_scale
     score_scale = options.scale * (1.0 if isinstance(key_scale, TensorSpec) else key_scale)
     # Those of the keys and of the values are contiguous and of one shape.
     stride_sb, stride_sp = key_scale.strides[:2] if isinstance(key_scale, TensorSpec) else (0, 0)

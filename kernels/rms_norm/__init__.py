@@ -62,10 +62,9 @@ def rms_norm_fp8(
 @lru_cache(maxsize=1024)
 def _check(x: TensorSpec, weight: TensorSpec, residual: TensorSpec | None) -> bool:
     """Whether the GPU's kernel may serve these. Raises ValueError for arguments that do not fit each other."""
-    (shape, strides, dtype, _), hidden = x, x.shape[1:]
-    if len(shape) != 2 or weight.shape != hidden or hidden[0] == 0:
-        raise ValueError(f"x is {tuple(shape)} and weight {tuple(weight.shape)}, want [T, H] and [H]")
-    if residual is not None and (residual.shape != shape or residual.dtype != dtype):
-        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, want {dtype} {tuple(shape)}")
-    is_dense = strides[1] == 1 and weight.strides[0] == 1 and (residual is None or residual.strides[1] == 1)
-    return is_dense and hidden[0] <= MAX_TRITON_HIDDEN
+    if len(x.shape) != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
+        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, want [T, H] and [H]")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, want {x.dtype} {tuple(x.shape)}")
+    is_dense = x.strides[1] == 1 and weight.strides[0] == 1 and (residual is None or residual.strides[1] == 1)
+    return is_dense and x.shape[1] <= MAX_TRITON_HIDDEN

@@ -106,13 +106,13 @@ def _check(
     weights: tuple[TensorSpec, TensorSpec] | None,
 ) -> bool:
     """Whether the GPU's kernel may serve these. Raises ValueError for what does not fit each other."""
-    shapes = (query.shape, key.shape)
-    if len(shapes[0]) != 3 or len(shapes[1]) != 3 or shapes[0][::2] != shapes[1][::2] or query.dtype != key.dtype:
+    are_heads = len(query.shape) == len(key.shape) == 3
+    if not are_heads or query.shape[::2] != key.shape[::2] or query.dtype != key.dtype:
         raise ValueError(
-            f"query is {query.dtype} {tuple(shapes[0])} and key {key.dtype} {tuple(shapes[1])}, "
+            f"query is {query.dtype} {tuple(query.shape)} and key {key.dtype} {tuple(key.shape)}, "
             "want [T, Hq, D] and [T, Hkv, D] of one dtype"
         )
-    num_tokens, _, dim = shapes[0]
+    num_tokens, _, dim = query.shape
     if positions is not None and (positions.dtype != torch.int64 or positions.shape != (num_tokens,)):
         raise ValueError(f"positions is {positions.dtype} {tuple(positions.shape)}, want int64 [{num_tokens}]")
     if len(cos.shape) != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= dim:

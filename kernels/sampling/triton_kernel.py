@@ -240,7 +240,7 @@ def sample_and_check(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package. The last replaces the launch parameters."""
     num_rows, vocab_size = logits.shape
-    parameters = parameters or sample_launch(device_name(logits), Sizes.of(logits))
+    parameters = parameters or sample_launch(device_name(logits.device), Sizes.of(logits))
     grid = (num_rows, ceil_div(vocab_size, parameters.part))
     best, value, best_id, num_bad = (
         logits.new_empty(grid, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.int32, torch.int32)

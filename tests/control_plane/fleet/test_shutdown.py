@@ -6,9 +6,7 @@ import asyncio
 
 import pytest
 
-from control_plane.errors import (
-    ShuttingDown,
-)
+from control_plane.errors import ShuttingDown
 from control_plane.fleet.workers.endings import EndCause
 from tests.fakes.fleet_rig import (
     FakeClock,

@@ -77,7 +77,7 @@ def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         tuning.write_table(op, DEVICE, {}, {tuning.bucket_name(**asdict(sizes)): parameters}, tmp_path)
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     for module in (triton_shrink, triton_expand):
-        monkeypatch.setattr(module, "name_of", lambda _: DEVICE)
+        monkeypatch.setattr(module, "device_name", lambda _: DEVICE)
     forget_prepared()
     assert shrink_launch(DEVICE, Sizes.of_shrink(h, group)) == ShrinkLaunch(16, 32, 2, num_stages=4)
     assert expand_launch(DEVICE, Sizes.of_expand(h, group)) == ExpandLaunch(64, 8)

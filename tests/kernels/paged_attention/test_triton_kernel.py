@@ -271,7 +271,7 @@ def test_splits_and_their_units_are_even(
     """Each unit weighs all its keys alike where queries are zero, and leaves how many they are in its part."""
     inputs = make(Case("even", ((1, keys),), 2, 1), torch.float32)
     inputs.query.zero_()
-    monkeypatch.setattr(triton_decode, "multiprocessors_of", lambda device: 12)
+    monkeypatch.setattr(triton_decode, "num_multiprocessors", lambda device: 12)
     forget_prepared()
     output, sums = sums_of_parts(monkeypatch, lambda: run(inputs, device, decode=DecodeLaunch(16, 64)))
     assert_close(output, define(inputs))
@@ -297,7 +297,7 @@ def test_splits_have_the_bits_of_their_units(
     launch = DecodeLaunch(16, 16, split_keys=64)
     found = []
     for multiprocessors in (1, 1000):
-        monkeypatch.setattr(triton_decode, "multiprocessors_of", lambda device, count=multiprocessors: count)
+        monkeypatch.setattr(triton_decode, "num_multiprocessors", lambda device, count=multiprocessors: count)
         forget_prepared()
         found.append(sums_of_parts(monkeypatch, lambda: run(inputs, device, decode=replace(launch, programs=1))))
     (of_splits, sums_of_splits), (of_units, sums_of_units) = found
