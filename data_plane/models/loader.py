@@ -40,6 +40,7 @@ from data_plane.models.slot_rotary import SlotRotary, replace_rotary, rotary_of
 from data_plane.models.stacking import StackedLayers, stack_layers
 from data_plane.plan import TargetKind, TargetModule
 from kernels.fp8 import Fp8Rows
+from kernels.native import has_native
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ def load_model(
     torch_dtype = resolve_dtype(config, dtype)
     _check_quantized_once(config, quantization)
     check_dtype(quantization, torch_dtype, device)
-    if device.type == "cpu" and torch_dtype == torch.bfloat16 and not _has_bfloat16():
+    if device.type == "cpu" and torch_dtype == torch.bfloat16 and not (has_native() or _has_bfloat16()):
         _warn_of_emulation()
     if getattr(config.get_text_config(), "alibi", False):
         raise UnsupportedModel(f"model type {config.model_type}: ALiBi attention is not served")
@@ -288,10 +289,12 @@ def _leave_files(model: PreTrainedModel) -> None:
 
 
 def _warn_of_emulation() -> None:
-    # Measured on a CPU with AVX-512 only: 20 to 25 GFLOP/s of a core for products of 32 tokens, 63 to 77 in float32.
+    # torch's products on a CPU with AVX-512 only: 20 to 25 GFLOP/s of a core for 32 tokens, 63 to 77 in float32. Native
+    # ones are as fast in both.
     logger.warning(
-        "this CPU has no bfloat16 arithmetic and emulates it: a batch takes about three times as long as in float32; "
-        "--dtype float32 for control plane and worker takes twice the memory"
+        "this CPU has no bfloat16 arithmetic, and without native code torch emulates it: a batch takes about three "
+        "times as long as in float32; install a C compiler, or start control plane and worker with --dtype float32, "
+        "which takes twice the memory"
     )
 
 

@@ -26,6 +26,9 @@ CASES = (
     Case("one input", 5, 1, 33),
     Case("all row counts of a tile", 25, 64, 64, has_bias=True),
     Case("several blocks of rows", 400, 48, 200),
+    Case("several blocks of inputs", 30, 1300, 70, has_bias=True),
+    Case("few rows, several long blocks of inputs", 3, 2471, 70, has_bias=True),
+    Case("a few rows more than a block, long ones", 204, 20_001, 33),
 )
 
 # Of one row: an input narrower than a tile, tiles without and with a rest, inputs past the narrow ones.

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from data_plane.config import CPU_TOKEN_BUDGET
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.lora_linear import LoraLinear
+from data_plane.models import loader
 from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import TargetKind
 from tests.makers import make_checkpoint
@@ -238,18 +239,21 @@ def test_directory_without_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_native", "dtype", "is_reported"), [(0, "bfloat16", 1), (1, "bfloat16", 0), (0, "float32", 0)]
+    ("has_bfloat16", "has_native", "dtype", "is_reported"),
+    [(0, 0, "bfloat16", 1), (1, 0, "bfloat16", 0), (0, 1, "bfloat16", 0), (0, 0, "float32", 0)],
 )
-def test_bfloat16_that_the_cpu_emulates_is_reported(
+def test_bfloat16_that_torch_emulates_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    is_native: int,
+    has_bfloat16: int,
+    has_native: int,
     dtype: str,
     is_reported: int,
 ) -> None:
+    monkeypatch.setattr(loader, "has_native", lambda: bool(has_native))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(is_native))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(has_bfloat16))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     load(make_checkpoint(tmp_path, "llama"), dtype)
     assert ("--dtype float32" in caplog.text) == bool(is_reported)

@@ -29,12 +29,13 @@ def test_a_weight_comes_back_from_its_panels(case: Case, dtype: torch.dtype) -> 
     assert torch.equal(from_panels(to_panels(weight), case.out_features, case.in_features), weight)
 
 
+@pytest.mark.parametrize("in_features", [96, 1301])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_in_every_batch_and_number_of_threads(
-    dtype: torch.dtype, request: pytest.FixtureRequest
+    dtype: torch.dtype, in_features: int, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(lambda: set_num_threads(torch.get_num_threads()))
-    x, weight, _ = make(Case("", 205, 96, 130), dtype)
+    x, weight, _ = make(Case("", 205, in_features, 130), dtype)
     panels = to_panels(weight)
     whole, plain = linear(x, panels, None, 130), plain_linear(x, weight, None)
     for num_threads in (1, 2, 3):
