@@ -89,7 +89,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         cache_salt=text_of("cache_salt", options.get("cache_salt", "")),
         sampling=_sampling(options),
         stopping=types_pb2.StoppingParams(
-            max_tokens=_optional_uint("stopping.max_tokens", options.get("max_tokens"), _UINT32_MAX),
+            max_tokens=_optional_uint("stopping.max_tokens", options.get("max_tokens"), _UINT32_MAX, lowest=1),
             stop=[
                 text_of("stopping.stop", text)
                 for text in ([stop] if isinstance(stop, str) else list_of("stopping.stop", stop))
@@ -289,5 +289,5 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt, options
         request.token_ids.ids.extend(uint_of("prompt", token, _UINT32_MAX) for token in prompt)
 
 
-def _optional_uint(field: str, value: int | None, limit: int) -> int | None:
-    return None if value is None else uint_of(field, value, limit)
+def _optional_uint(field: str, value: int | None, limit: int, *, lowest: int = 0) -> int | None:
+    return None if value is None else integer_of(field, value, lowest, limit)

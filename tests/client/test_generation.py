@@ -104,6 +104,7 @@ def test_options_that_are_not_given_stay_unset_on_the_wire(server: ScriptedServe
     ("options", "field"),
     [
         ({"max_tokens": -1}, "stopping.max_tokens"),
+        ({"max_tokens": 0}, "stopping.max_tokens"),
         ({"top_k": 2**32}, "sampling.top_k"),
         ({"seed": 2**64}, "sampling.seed"),
         ({"max_tokens": 1.5}, "stopping.max_tokens"),
