@@ -6,7 +6,7 @@
  * the other rows. While a part of a panel is multiplied, the one behind it is fetched.
  *
  * A CPU that multiplies bfloat16 takes rows of x as they are, and a panel at a time. All else is multiplied as float32:
- * BLOCK inputs at a time, for which x is widened once for all panels of a task, and sums wait in scratch space for the
+ * a block of inputs at a time, for which x is widened once for all panels of a task, and sums wait in scratch space for the
  * next block. Read in place, rows whose length is a power of two would push each other out of the nearest cache.
  */
 
@@ -23,7 +23,8 @@ enum { MULTIPLIES_BFLOAT16 = 0 };
 #endif
 
 enum { ROWS = LANES == 16 ? 12 : 4, ROW_BLOCK = 16 * ROWS, PANELS_OF_TASK = 4 };
-enum { BLOCK = 256, LONG_BLOCK = 1024, BLOCK_STRIDE = LONG_BLOCK + LANES /* what widen() may write */ };
+/* The part of a panel that a block of inputs has stays in the nearest cache for all tiles, with the rows of one. */
+enum { PART_BYTES = 16384, LONG_BLOCK = 1024, BLOCK_STRIDE = LONG_BLOCK + LANES /* what widen() may write */ };
 
 /* Where the part of a panel that is wanted next lies, and how many bytes of it each turn of this tile fetches. */
 typedef struct {
@@ -217,7 +218,7 @@ static Task task_of(const Linear *p, const Step *step, int64_t index) {
     task.num_panels = panels < PANELS_OF_TASK ? panels : PANELS_OF_TASK;
     task.num_tiles = (task.num_rows + ROWS - 1) / ROWS;
     task.is_by_panel = task.num_tiles == 1;
-    const int64_t most = task.is_by_panel ? LONG_BLOCK : BLOCK;
+    const int64_t most = task.is_by_panel ? LONG_BLOCK : PART_BYTES / (PAIR * item_bytes((int)p->dtype));
     task.num_blocks = is_widened(p) && p->in > most ? (p->in + most - 1) / most : 1;
     task.block = padded_to(LANES, (p->in + task.num_blocks - 1) / task.num_blocks);
     return task;
