@@ -21,6 +21,7 @@ class Case:
 CASES = (
     Case("no token", 0, 8, 8),
     Case("one token", 1, 64, 96),
+    Case("no output", 3, 8, 0),
     Case("one output", 3, 16, 1),
     Case("odd sizes", 13, 37, 45, has_bias=True),
     Case("one input", 5, 1, 33),
@@ -28,7 +29,9 @@ CASES = (
     Case("several blocks of rows", 400, 48, 200),
     Case("several blocks of inputs", 30, 1300, 70, has_bias=True),
     Case("few rows, several long blocks of inputs", 3, 2471, 70, has_bias=True),
-    Case("a few rows more than a block, long ones", 204, 20_001, 33),
+    # Behind a whole block of rows, with 16 lanes and with 8: so long that they take more scratch space than the block.
+    Case("12 long rows behind 192", 204, 20_001, 33),
+    Case("4 long rows behind 64", 68, 20_001, 33),
 )
 
 # Of one row: an input narrower than a tile, tiles without and with a rest, inputs past the narrow ones.

@@ -5,7 +5,7 @@
  * panel, whose sums stay in registers; each output is one sum over the inputs in their order, so that no bit depends on
  * the other rows. While a part of a panel is multiplied, the one behind it is fetched.
  *
- * A CPU that multiplies bfloat16 takes rows of x as they are, and a panel at a time. All else is multiplied as float32:
+ * A CPU that multiplies bfloat16 takes rows of it as they are, and a panel at a time. All else is multiplied as float32:
  * a block of inputs at a time, for which x is widened once for all panels of a task, and sums wait in scratch space for the
  * next block. Read in place, rows whose length is a power of two would push each other out of the nearest cache.
  */
@@ -23,7 +23,7 @@ enum { MULTIPLIES_BFLOAT16 = 0 };
 #endif
 
 enum { ROWS = LANES == 16 ? 12 : 4, ROW_BLOCK = 16 * ROWS, PANELS_OF_TASK = 4 };
-/* The part of a panel that a block of inputs has stays in the nearest cache for all tiles, with the rows of one. */
+/* PART_BYTES: of a panel, at a time where there are several tiles. They find it in the nearest cache, beside their rows. */
 enum { PART_BYTES = 16384, LONG_BLOCK = 1024, BLOCK_STRIDE = LONG_BLOCK + LANES /* what widen() may write */ };
 
 /* Where the part of a panel that is wanted next lies, and how many bytes of it each turn of this tile fetches. */
@@ -88,7 +88,7 @@ INLINE void add_products(const Tile *tile, vec sums[ROWS][2], int rows, int dtyp
     }
 #endif
     const float *x = tile->x;
-    if (dtype == BFLOAT16) { /* behind an odd number of inputs x and the panel have zeros */
+    if (dtype == BFLOAT16) { /* behind an odd number of inputs x and the panel must have zeros */
         for (int64_t idx = 0; idx < tile->inputs; idx += 2) {
             bits one, other;
             memcpy(&one, panel + idx * PAIR * 2, sizeof one);
@@ -113,8 +113,10 @@ INLINE void add_products(const Tile *tile, vec sums[ROWS][2], int rows, int dtyp
         fetch(&ahead);
         vec one, other;
         load_pair(panel, idx * PAIR, dtype, &one, &other);
-        one = in_register(one);
-        other = in_register(other);
+        if (dtype != FLOAT32) { /* GCC makes two loops of this one, with and without fetching, if nothing is in its way */
+            one = in_register(one);
+            other = in_register(other);
+        }
         EACH_ROW {
             const float factor = x[row * BLOCK_STRIDE + idx];
             sums[row][0] += factor * one;
@@ -233,7 +235,7 @@ static int64_t widened_floats(const Linear *p, const Task *task) {
 static int64_t scratch_bytes(const void *problem, const Step *step) {
     const Linear *p = problem;
     const int64_t blocks = num_row_blocks(step);
-    if (!is_widened(p) || !blocks) return 0;
+    if (!is_widened(p) || !num_tasks(p, step, 1)) return 0;
     const Task first = task_of(p, step, 0), last = task_of(p, step, (blocks - 1) * num_panel_groups(p));
     const int64_t some = widened_floats(p, &first), other = widened_floats(p, &last);
     const int64_t floats = (some > other ? some : other) + first.num_rows * first.num_panels * PAIR;
@@ -287,11 +289,11 @@ static void run(const void *problem, const Step *step, int64_t index, int64_t nu
             .inputs = part.inputs,
             .first_output = (task.first + part.panel) * PAIR,
             .is_first = part.block == 0,
-            .ahead = {next.values, 0},
+            .ahead = {part.values, 0},
         };
         /* The tiles share the fetching of the next part. */
         const int64_t fetches = dtype == BFLOAT16 ? part.inputs / 2 : part.inputs;
-        if (next.values && fetches) tile.ahead.step = next.inputs * PAIR * item / num_tiles / fetches;
+        if (next.values && fetches) tile.ahead = (Ahead){next.values, next.inputs * PAIR * item / num_tiles / fetches};
         for (int64_t row = 0, idx = 0; row < num_rows; idx++) {
             const int64_t count = (num_rows - row + num_tiles - idx - 1) / (num_tiles - idx);
             tile.x = is_widened(p) ? (const void *)(rows + row * BLOCK_STRIDE) : x + row * p->x_stride * item;
