@@ -188,7 +188,7 @@ def load_model(
     torch_dtype = resolve_dtype(config, dtype)
     _check_quantized_once(config, quantization)
     check_dtype(quantization, torch_dtype, device)
-    if device.type == "cpu" and torch_dtype == torch.bfloat16 and not (has_native() or _has_bfloat16()):
+    if device.type == "cpu" and torch_dtype == torch.bfloat16 and not (_has_bfloat16() or has_native()):
         _warn_of_emulation()
     if getattr(config.get_text_config(), "alibi", False):
         raise UnsupportedModel(f"model type {config.model_type}: ALiBi attention is not served")

@@ -1,13 +1,14 @@
 /* y = x @ weight.T + bias for weights in panels, from one row of x to thousands.
  *
  * A panel holds PAIR outputs, in the order of a pair, input by input: [in][PAIR], of bfloat16 [in / 2][PAIR][2], which
- * is what the CPU's own bfloat16 product takes. kernels/linear/panels.py makes them. A tile is up to ROWS rows of x by one
- * panel, whose sums stay in registers; each output is one sum over the inputs in their order, so that no bit depends on
- * the other rows. While a part of a panel is multiplied, the one behind it is fetched.
+ * is what the CPU's own bfloat16 product takes. kernels/linear/panels.py makes them. A tile is up to ROWS rows of x by
+ * one panel, whose sums stay in registers; each output is one sum over the inputs in their order, so that no bit depends
+ * on the other rows. While a part of a panel is multiplied, the one behind it is fetched.
  *
- * A CPU that multiplies bfloat16 takes rows of it as they are, and a panel at a time. All else is multiplied as float32:
- * a block of inputs at a time, for which x is widened once for all panels of a task, and sums wait in scratch space for the
- * next block. Read in place, rows whose length is a power of two would push each other out of the nearest cache.
+ * A CPU that multiplies bfloat16 reads rows of bfloat16 as they are, and multiplies a whole panel at a time. All other
+ * products are of float32 and of a block of inputs at a time: its part of x is widened once for all panels of a task,
+ * and sums wait in scratch space for the next block. In place, rows whose length is a power of two would push each other
+ * out of the nearest cache.
  */
 
 #include <stddef.h>
@@ -15,15 +16,8 @@
 #include "../native/rows.h"
 #include "linear.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-enum { MULTIPLIES_BFLOAT16 = 1 };
-#else
-enum { MULTIPLIES_BFLOAT16 = 0 };
-#endif
-
 enum { ROWS = LANES == 16 ? 12 : 4, ROW_BLOCK = 16 * ROWS, PANELS_OF_TASK = 4 };
-/* PART_BYTES: of a panel, at a time where there are several tiles. They find it in the nearest cache, beside their rows. */
+/* PART_BYTES: how much of a panel several tiles multiply before the next part; so it stays in the nearest cache. */
 enum { PART_BYTES = 16384, LONG_BLOCK = 1024, BLOCK_STRIDE = LONG_BLOCK + LANES /* what widen() may write */ };
 
 /* Where the part of a panel that is wanted next lies, and how many bytes of it each turn of this tile fetches. */
@@ -113,7 +107,7 @@ INLINE void add_products(const Tile *tile, vec sums[ROWS][2], int rows, int dtyp
         fetch(&ahead);
         vec one, other;
         load_pair(panel, idx * PAIR, dtype, &one, &other);
-        if (dtype != FLOAT32) { /* GCC makes two loops of this one, with and without fetching, if nothing is in its way */
+        if (dtype != FLOAT32) { /* without it GCC makes two loops of float32's, with and without fetching: faster */
             one = in_register(one);
             other = in_register(other);
         }
@@ -200,7 +194,7 @@ static int64_t num_tasks(const void *problem, const Step *step, int64_t num_thre
     return num_row_blocks(step) * num_panel_groups(problem);
 }
 
-static int is_widened(const Linear *p) { return !(MULTIPLIES_BFLOAT16 && p->dtype == BFLOAT16); }
+static int is_widened(const Linear *p) { return !has_pairs((int)p->dtype); }
 
 /* What a task has: rows of x from `begin` on, and panels from `first` on. */
 typedef struct {
@@ -208,8 +202,6 @@ typedef struct {
     int is_by_panel; /* all blocks of a panel, then the next panel: the order in memory. Else a block of all panels */
     int64_t block, num_blocks; /* of the inputs */
 } Task;
-
-static int64_t padded_to(int64_t whole, int64_t count) { return (count + whole - 1) / whole * whole; }
 
 static Task task_of(const Linear *p, const Step *step, int64_t index) {
     const int64_t groups = num_panel_groups(p), first = index % groups * PANELS_OF_TASK;
@@ -222,7 +214,8 @@ static Task task_of(const Linear *p, const Step *step, int64_t index) {
     task.is_by_panel = task.num_tiles == 1;
     const int64_t most = task.is_by_panel ? LONG_BLOCK : PART_BYTES / (PAIR * item_bytes((int)p->dtype));
     task.num_blocks = is_widened(p) && p->in > most ? (p->in + most - 1) / most : 1;
-    task.block = padded_to(LANES, (p->in + task.num_blocks - 1) / task.num_blocks);
+    const int64_t share = (p->in + task.num_blocks - 1) / task.num_blocks;
+    task.block = (share + LANES - 1) / LANES * LANES;
     return task;
 }
 

@@ -53,12 +53,6 @@ typedef struct {
     int64_t stride, num_groups;
 } Shrunk;
 
-#ifdef __AVX512BF16__
-#define HAS_PAIRS(dtype) ((dtype) == BFLOAT16)
-#else
-#define HAS_PAIRS(dtype) 0
-#endif
-
 static int64_t shrunk_stride(int64_t width) { return (width + LANES - 1) / LANES * LANES * (int64_t)sizeof(float); }
 
 INLINE void copy_shrunk(const LoraTokens *tokens, int64_t num_tokens, int64_t module, int64_t begin, int64_t rows,
@@ -71,7 +65,7 @@ INLINE void copy_shrunk(const LoraTokens *tokens, int64_t num_tokens, int64_t mo
             const int64_t left = rank - first;
             memcpy(some, from + first, (size_t)(left < LANES ? left : LANES) * sizeof(float));
             vec value = load(some);
-            if (HAS_PAIRS(dtype)) {
+            if (has_pairs(dtype)) {
                 const shorts codes = bfloat16_codes(value);
                 memcpy(to + 2 * first, &codes, sizeof codes);
                 continue;
@@ -150,7 +144,7 @@ INLINE void mix_part(const Matrix *b, const Shrunk *h, int64_t row, Strip here, 
     *first = *second = (vec){0};
     for (int64_t rank = 0; rank < h->num_groups * PAGE_RANKS; rank++) {
         const char *page = page_of(b, rank / PAGE_RANKS, here.tile) + rank % PAGE_RANKS * b->row_bytes + here.offset;
-        const float factor = load_one(h->values + row * h->stride, rank, HAS_PAIRS(dtype) ? BFLOAT16 : FLOAT32);
+        const float factor = load_one(h->values + row * h->stride, rank, has_pairs(dtype) ? BFLOAT16 : FLOAT32);
         vec one, other;
         load_part(page, 0, count, dtype, &one, &other);
         *first += factor * one;

@@ -44,6 +44,16 @@ INLINE vec load(const float *from) {
 
 INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
 
+/* Whether the CPU multiplies numbers of this type itself, in pairs: else they are widened to float32. */
+INLINE int has_pairs(int dtype) {
+#ifdef __AVX512BF16__
+    return dtype == BFLOAT16;
+#else
+    (void)dtype;
+    return 0;
+#endif
+}
+
 /* For a vector that several products share: GCC would load it again for each, and then the loads are the bound. */
 INLINE vec in_register(vec value) {
 #ifdef __AVX2__

@@ -44,14 +44,8 @@ typedef struct {
 
 #define INFINITE __builtin_inff()
 
-#ifdef __AVX512BF16__
-enum { HAS_PAIRS = 1 };
-#else
-enum { HAS_PAIRS = 0 };
-#endif
-
 /* Whether tile.h multiplies in bfloat16. */
-INLINE int is_paired(const Attention *p) { return HAS_PAIRS && p->dtype == BFLOAT16; }
+INLINE int is_paired(const Attention *p) { return has_pairs((int)p->dtype); }
 
 
 /* FP8 numbers are read as this part of their value, which needs no product. */

@@ -297,7 +297,7 @@ INLINE void load_query(const Task *task, int dtype) {
         float *to = task->query + head * task->key_width;
         EACH_PAIR(p->key_dim, {
             vec first, second;
-            if (HAS_PAIRS && dtype == BFLOAT16) {
+            if (has_pairs(dtype)) {
                 store(to + place / 2, (vec)load_codes(row + (from + place) * 2, count));
                 continue;
             }

@@ -28,6 +28,7 @@ from control_plane.caller import Caller
 from control_plane.errors import MotetError
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.workers.endings import EndCause
+from control_plane.fleet.workers.session import WorkerSession
 from data_plane.wire import encode_hello
 from tests.fakes.authority import LOCALHOST, UNREADABLE_NAME, Authority, Issued
 from tests.fakes.fleet_rig import CAPACITIES, FakeClock, FakeWeights, InspectedFleet, make_fleet
@@ -38,6 +39,8 @@ ALICE = CA.issue("spiffe://lab.example/user/alice")
 BOB = CA.issue("bob.example")
 BOTH = CA.issue("gpu-1", "gpu-2")
 GPU_1, GPU_2 = CA.issue("spiffe://lab.example/motet/worker/gpu-1"), CA.issue("gpu-2")
+
+CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]  # a connection of each channel's own
 
 
 class Watched(FileWatcher):
@@ -65,13 +68,11 @@ class Ports:
         self.refused.append(caller)
 
     def channel(self, address: str, own: Issued | None, authority: Authority = CA) -> grpc.aio.Channel:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        return grpc.aio.secure_channel(address, authority.channel_credentials(own), options)
+        return grpc.aio.secure_channel(address, authority.channel_credentials(own), CHANNEL_OPTIONS)
 
     @contextlib.contextmanager
     def worker_channel(self, own: Issued | None) -> Iterator[grpc.Channel]:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        with grpc.secure_channel(self.workers, CA.channel_credentials(own), options) as channel:
+        with grpc.secure_channel(self.workers, CA.channel_credentials(own), CHANNEL_OPTIONS) as channel:
             yield channel
 
     def deny(self, *entries: str) -> None:
@@ -222,6 +223,16 @@ async def attach(channel: grpc.Channel, worker_id: str) -> tuple[Attached, Any]:
     return call, await call.read()
 
 
+async def welcomed(made: Ports, channel: grpc.Channel) -> tuple[Attached, WorkerSession]:
+    """gpu-1's call and session, which goes on after a tick."""
+    call, response = await attach(channel, "gpu-1")
+    assert response.WhichOneof("message") == "welcome"
+    [session] = made.fleet.parts.sessions.by_id.values()
+    made.fleet.tick()
+    assert not session.ended.is_set()
+    return call, session
+
+
 @pytest.mark.parametrize(
     ("own", "worker_id", "message"),
     [
@@ -272,11 +283,7 @@ async def test_a_refusal_on_any_port_says_whose_certificate_it_was(tmp_path: Pat
 async def test_a_listed_worker_is_attached_until_it_is_denied(tmp_path: Path) -> None:
     async with ports(tmp_path) as made:
         with made.worker_channel(GPU_1) as worker:
-            call, response = await attach(worker, "gpu-1")
-            assert response.WhichOneof("message") == "welcome"
-            [session] = made.fleet.parts.sessions.by_id.values()
-            made.fleet.tick()
-            assert not session.ended.is_set()
+            call, session = await welcomed(made, worker)
             made.deny("gpu-1")
             made.fleet.tick()
             assert session.end_cause is EndCause.REFUSED
@@ -296,11 +303,7 @@ async def test_a_session_ends_when_the_workers_certificate_expires(
     now_s = end_s - 1
     async with ports(tmp_path, lambda: now_s) as made:
         with made.worker_channel(GPU_1) as worker:
-            call, response = await attach(worker, "gpu-1")
-            assert response.WhichOneof("message") == "welcome"
-            [session] = made.fleet.parts.sessions.by_id.values()
-            made.fleet.tick()
-            assert not session.ended.is_set()
+            call, session = await welcomed(made, worker)
             now_s = end_s
             made.fleet.tick()
             code, details = await call.end()
