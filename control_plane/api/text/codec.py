@@ -6,7 +6,6 @@ tenants before them. Refuses what the checkpoint cannot do with TokenizerUnavail
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import logging
 import os
@@ -166,17 +165,6 @@ class TextCodec:
         if len(ids) <= MAX_INLINE_TOKENS:
             return self._factory.decode_all(ids, skip_special_tokens)
         return await self._threads.run(self._factory.decode_all, ids, skip_special_tokens)
-
-    async def spelled(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The bytes that each token adds within a text. Raises TokenizerUnavailable."""
-        self._require_tokenizer()
-        assert self._factory is not None
-        found: list[bytes] = []
-        for start in range(0, len(token_ids), MAX_INLINE_TOKENS):
-            if start:
-                await asyncio.sleep(0)
-            found += [self._factory.spelled(token_id) for token_id in token_ids[start : start + MAX_INLINE_TOKENS]]
-        return found
 
     async def encode_text(
         self,

@@ -31,6 +31,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (TOKENIZE, {"text": ""}, "", ""),
     (TOKENIZE, {"text": "\0", "return_tokens": True}, "", ""),
     (TOKENIZE, {"text": "x" * MIB}, "", ""),
+    (TOKENIZE, {"text": "x" * (MIB // 2), "return_tokens": True}, "", ""),
     (TOKENIZE, {"text": "x", "add_special_tokens": False}, "", ""),
     (DETOKENIZE, {"token_ids": {"ids": [VOCAB_SIZE]}}, "token_ids.ids[0]", str(VOCAB_SIZE)),
     (DETOKENIZE, {"token_ids": {"ids": [1, U32]}}, "token_ids.ids[1]", str(VOCAB_SIZE)),
