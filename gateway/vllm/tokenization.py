@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from motet import AsyncClient, InvalidArgument
+from motet import AsyncClient, InvalidArgument, Tokenized
 from motet.model.calls import TextInput, TokenizeOptions
 
 from gateway.openai.errors import refused
@@ -13,6 +14,7 @@ from gateway.openai.replies import token_text
 from gateway.vllm.messages import DetokenizeBody, TokenizeBody
 
 _OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+MAX_TOKENS_AT_ONCE = 4096  # written as text in one turn of the event loop: 1 ms
 _REFUSED = ("chat_template", "mm_processor_kwargs")
 
 
@@ -23,9 +25,7 @@ async def tokenized(body: TokenizeBody, models: Models, client: AsyncClient) -> 
     if source.digest:
         options["adapter_digest"] = source.digest
     found = await client.model.tokenize(prompt, adapter=source.adapter, **options)
-    texts = None
-    if body.return_token_strs:
-        texts = [token_text(token, number) for token, number in zip(found.tokens, found.token_ids, strict=True)]
+    texts = await _texts_of(found) if body.return_token_strs else None
     return {
         "count": len(found.token_ids),
         "max_model_len": found.max_model_len,
@@ -42,6 +42,18 @@ async def detokenized(body: DetokenizeBody, models: Models, client: AsyncClient)
     except InvalidArgument as error:  # of the tokens: the model has been found
         raise refused("tokens", error.message) from error
     return {"prompt": text}
+
+
+async def _texts_of(found: Tokenized) -> list[str]:
+    """Each token as text, in pieces: other requests go on between them."""
+    texts: list[str] = []
+    for start in range(0, len(found.token_ids), MAX_TOKENS_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        piece = slice(start, start + MAX_TOKENS_AT_ONCE)
+        both = zip(found.tokens[piece], found.token_ids[piece], strict=True)
+        texts += [token_text(token, token_id) for token, token_id in both]
+    return texts
 
 
 async def _source_of(model: str | None, models: Models, client: AsyncClient) -> Source:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import httpx
 import motet
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.vllm.messages import TokenizeBody
+from gateway.vllm.tokenization import MAX_TOKENS_AT_ONCE, tokenized
 from tests.gateway.openai.conftest import PROMPT, WAIT_S, Served
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -34,6 +39,24 @@ def test_a_text_becomes_the_tokens_of_the_rpc_and_these_the_text(served: Served,
     assert len(texts) == found["count"]
     plain = post(served, "/tokenize", {**body, "prompt": PROMPT, "add_special_tokens": False}).json()["tokens"]
     assert post(served, "/detokenize", {**body, "tokens": plain}).json() == {"prompt": PROMPT}
+
+
+async def test_a_text_of_many_tokens_lets_other_requests_go_on_while_they_are_written() -> None:
+    num_tokens = 3 * MAX_TOKENS_AT_ONCE
+    found = motet.Tokenized(tuple(range(num_tokens)), (b"x",) * num_tokens, 128, "", "", "", None)
+    client = SimpleNamespace(model=SimpleNamespace(tokenize=AsyncMock(return_value=found)))
+    num_turns = 0
+
+    async def other() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    reply = await tokenized(TokenizeBody(prompt="x", return_token_strs=True), cast("Any", None), cast("Any", client))
+    task.cancel()
+    assert num_turns == 2 and reply["token_strs"] == ["x"] * num_tokens
 
 
 def test_a_version_by_its_digest_has_its_tokenizer(served: Served) -> None:
