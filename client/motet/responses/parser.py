@@ -1,7 +1,8 @@
 """Reads a completion while it is generated: content, reasoning and tool calls as events, however the text is cut.
 
-Nothing is lost: text with a malformed call comes out as content. Nothing raises. Time is linear in the text. What
-is held back is bounded (MAX_MARK_CHARS, MAX_HELD_CHARS, MAX_SPACE_CHARS).
+Nothing raises, and nothing is lost: text with a malformed call comes out as content. Only where the completion ends
+within a call that was reported, the keys, punctuation and marks of its rest are left out. Time is linear in the text.
+What is held back is bounded (MAX_MARK_CHARS, MAX_HELD_CHARS, MAX_SPACE_CHARS).
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class ResponseParser:
         events: list[Event] = []
         if not self._is_over:
             self._is_over = True
+            if self._reader is not None and self._reader.is_done and not self._is_broken:
+                self._forget(len(self._buffer))  # the beginning of a mark
             self._process(events, at_end=True)
             self._close_calls("", events)
         return events
@@ -239,7 +242,10 @@ class ResponseParser:
             try:
                 reader.finish(events)
             except MalformedError:
-                self._give_back(reader, events)
+                if reader.num_reported and not mark:  # the completion ends within a call that was reported
+                    reader.abandon(events)
+                else:
+                    self._give_back(reader, events)
         if self._is_broken:
             self._content.write(mark, events)
         self._reader = None

@@ -127,6 +127,30 @@ def test_every_cut_gives_what_transformers_reads(name: str, text: str) -> None:
         assert (found["content"], found["reasoning"]) == (expected["content"], expected["reasoning"]), pieces
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", 'So: <tool_call>\n{"name": "f", "arguments": {"a": "x</y", "b": [1]}}\n</tool_call>'),
+        ("hermes", 'So: <tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>'),
+        ("llama3", '{"name": "f", "parameters": {"a": "}"}}'),
+        ("mistral", 'So: [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'),
+        ("pythonic", "[f(a=1, b='x')]"),
+    ],
+)
+def test_what_is_left_of_a_call_that_the_end_cuts_is_no_content(name: str, text: str) -> None:
+    ((_, _, arguments, is_complete),) = summary(read(name, [text]))["calls"]
+    assert is_complete
+    num_cut = 0
+    for end in range(len(text)):
+        found = summary(read(name, [text[:end]]))
+        assert summary(read(name, text[:end])) == found
+        for _, found_name, part, _ in found["calls"]:
+            num_cut += 1
+            assert (found_name, arguments[: len(part)]) == ("f", part)
+            assert found["content"] == ("So:" if text.startswith("So:") else "")
+    assert num_cut
+
+
 @pytest.mark.parametrize(("name", "text", "content"), MALFORMED)
 def test_every_cut_of_a_malformed_call_comes_out_as_content(name: str, text: str, content: str | None) -> None:
     whole = summary(read(name, [text]))
