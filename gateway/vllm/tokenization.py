@@ -45,7 +45,7 @@ async def detokenized(body: DetokenizeBody, models: Models, client: AsyncClient)
 
 
 async def _texts_of(found: Tokenized) -> list[str]:
-    """Each token as text, in pieces: other requests go on between them."""
+    """Each token as text. They are written in pieces, between which the event loop serves other requests."""
     texts: list[str] = []
     for start in range(0, len(found.token_ids), MAX_TOKENS_AT_ONCE):
         if start:

@@ -108,10 +108,11 @@ def patch_once_per_launch() -> None:
 
 
 def quicken_interpreter() -> None:
-    """Have the interpreter compute once what it computes for each operation: half of its time.
+    """Have the interpreter do less for each operation, which halves its time.
 
-    These are the shape of a tensor as the language has it, and NumPy's type of a type. What would show that integers
-    overflow is computed for an assertion that is made with `debug` only, which is off: it is not computed.
+    The shape of a tensor, as the language has it, and NumPy's type for a type are computed once and kept. The
+    interpreter also computes whether integers overflow, for an assertion that it makes only with `debug`. `debug` is
+    off, so the computation is turned off as well.
     """
     from triton.language import core
     from triton.runtime import interpreter

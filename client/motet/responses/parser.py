@@ -1,8 +1,8 @@
 """Reads a completion while it is generated: content, reasoning and tool calls as events, however the text is cut.
 
-Nothing raises, and nothing is lost: text with a malformed call comes out as content. Only where the completion ends
-within a call that was reported, the keys, punctuation and marks of its rest are left out. Time is linear in the text.
-What is held back is bounded (MAX_MARK_CHARS, MAX_HELD_CHARS, MAX_SPACE_CHARS).
+Nothing raises, and nothing is lost: text with a malformed call comes out as content. There is one exception: where the
+completion ends within a call whose name was reported, the keys, punctuation and marks of its rest are left out. Time is
+linear in the text. What is held back is bounded (MAX_MARK_CHARS, MAX_HELD_CHARS, MAX_SPACE_CHARS).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ResponseParser:
         if not self._is_over:
             self._is_over = True
             if self._reader is not None and self._reader.is_done and not self._is_broken:
-                self._forget(len(self._buffer))  # the beginning of a mark
+                self._forget(len(self._buffer))  # the beginning of the closing mark, behind a whole call
             self._process(events, at_end=True)
             self._close_calls("", events)
         return events
