@@ -2,8 +2,10 @@
 
 Counts CPU time, so that a busy machine does not matter. Two measures: the time of the loop's own thread in one turn,
 from one look at the selector to the next; and the time of all threads while none but one had the interpreter's lock,
-since a call in any thread that does not release it stops the loop just as well. The time in which the kernel left the
-thread waiting that requests the lock does not count.
+since a call in any thread that does not release it stops the loop just as well. The second is the time between two
+moments at which the lock is known to have been free: a turn of the loop begins or ends, or a thread gets the lock that
+requests it all the time. (That thread alone says too little: it gets none while the loop makes many short turns.) The
+time in which the kernel left the thread waiting that requests the lock does not count.
 """
 
 from __future__ import annotations
@@ -38,12 +40,31 @@ class LoopReport:
     slowest: list[tuple[float, str]]  # callbacks of the loop, the slowest first
 
 
+class Clocks:
+    """CPU times, in seconds."""
+
+    def thread_s(self) -> float:
+        """That of the calling thread."""
+        return time.thread_time()
+
+    def process_s(self) -> float:
+        """That of all threads."""
+        return time.process_time()
+
+    def run_delay_s(self) -> float:
+        """How long the calling thread was ready to run and another one had its processor (proc(5), schedstat)."""
+        return int(_SCHEDSTAT.read_text(encoding="ascii").split()[1]) * 1e-9
+
+
 class LoopMonitor:
     """Watches the event loop that it makes. One monitor in a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, clocks: Clocks | None = None) -> None:
+        self._clocks = clocks or Clocks()
         self._turn_began_s: float | None = None  # CPU time of the loop's thread; None: it looks at the selector
         self._longest_turn_s = self._longest_lock_s = 0.0
+        self._was_free_s = self._clocks.process_s()  # CPU time of all threads when the lock was last known to be free
+        self._turn_delay_s = 0.0  # run delay of the loop's thread when it last looked at the selector
         self._slowest: list[tuple[float, str]] = []  # a heap, the least slow first
         self._is_resetting = False
 
@@ -68,11 +89,14 @@ class LoopMonitor:
     # ---- for the loop ----
 
     def turn_begins(self) -> None:
-        self._turn_began_s = time.thread_time()
+        self._turn_began_s = self._clocks.thread_s()
+        self.lock_is_free(self._clocks.run_delay_s() - self._turn_delay_s)
 
     def turn_ends(self) -> None:
         if self._turn_began_s is not None:
-            self._longest_turn_s = max(self._longest_turn_s, time.thread_time() - self._turn_began_s)
+            self._longest_turn_s = max(self._longest_turn_s, self._clocks.thread_s() - self._turn_began_s)
+        self._turn_delay_s = self._clocks.run_delay_s()
+        self._was_free_s = self._clocks.process_s()
 
     def callback_ended(self, callback: Callable[..., object], seconds: float) -> None:
         if self._is_resetting:
@@ -82,15 +106,19 @@ class LoopMonitor:
         elif seconds > self._slowest[0][0]:
             heapq.heapreplace(self._slowest, (seconds, _name(callback)))
 
+    def lock_is_free(self, delay_s: float) -> None:
+        """The calling thread, which requested the lock, has it. `delay_s`: how long the kernel left it waiting."""
+        now_s = self._clocks.process_s()
+        self._longest_lock_s = max(self._longest_lock_s, now_s - self._was_free_s - delay_s)
+        self._was_free_s = now_s
+
     def _probe_lock(self, loop: asyncio.AbstractEventLoop) -> None:
-        pause = threading.Event()
-        before_s, before_delay_s = time.process_time(), _run_delay_s()
+        pause, before_delay_s = threading.Event(), self._clocks.run_delay_s()
         while not loop.is_closed():
             pause.wait(PROBE_S)
-            now_s, delay_s = time.process_time(), _run_delay_s()
-            held_s = now_s - before_s - (delay_s - before_delay_s)
-            self._longest_lock_s = max(self._longest_lock_s, held_s)
-            before_s, before_delay_s = now_s, delay_s
+            delay_s = self._clocks.run_delay_s()
+            self.lock_is_free(delay_s - before_delay_s)
+            before_delay_s = delay_s
 
 
 class _WatchedLoop(asyncio.SelectorEventLoop):
@@ -127,11 +155,6 @@ class _WatchedLoop(asyncio.SelectorEventLoop):
             callback(*args)
         finally:
             self._monitor.callback_ended(callback, time.thread_time() - began_s)
-
-
-def _run_delay_s() -> float:
-    """How long this thread was ready to run and another one had its processor, since it began (proc(5), schedstat)."""
-    return int(_SCHEDSTAT.read_text(encoding="ascii").split()[1]) * 1e-9
 
 
 def _watched_selector(monitor: LoopMonitor) -> selectors.BaseSelector:
