@@ -28,14 +28,20 @@ from tests.control_plane.registry.rig import (
 
 KEY_A = f"base_model.model.{MODULES[0]}.lora_A.weight"
 KEY_B = f"base_model.model.{MODULES[0]}.lora_B.weight"
+MAX_REFUSAL_S = 0.2
+NUM_REPEATS = 3  # what is slow is so each time; what the machine and the garbage collector add comes once
 
 
 def refused(files: dict[str, Path]) -> tuple[str, str]:
     """Field and description of the refusal."""
-    start = time.thread_time()  # work done, however busy the machine is
-    with pytest.raises(InvalidAdapter) as caught:
-        pack(files)
-    assert time.thread_time() - start < 0.2
+    for _ in range(NUM_REPEATS):
+        start_s = time.thread_time()  # work done, however busy the machine is
+        with pytest.raises(InvalidAdapter) as caught:
+            pack(files)
+        if time.thread_time() - start_s < MAX_REFUSAL_S:
+            break
+    else:
+        pytest.fail(f"a refusal takes {MAX_REFUSAL_S} s of CPU time or more, {NUM_REPEATS} times")
     (violation,) = caught.value.violations
     assert str(files[CONFIG_FILE].parent) not in str(caught.value)
     assert len(str(caught.value)) < 600
