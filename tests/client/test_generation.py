@@ -154,11 +154,11 @@ def test_a_stream_that_contradicts_itself_is_data_loss(
 
 def test_deadline_reaches_the_server_and_ends_the_call(server: ScriptedServer, driver: Driver) -> None:
     server.scripts.append(server.waiting_for_cancel())
-    with pytest.raises(DeadlineExceeded, match=r"^no token came within timeout_s=0.2; allow more time$") as caught:
-        driver.generate(timeout_s=0.2)
+    with pytest.raises(DeadlineExceeded, match=r"^no token came within timeout_s=1; allow more time$") as caught:
+        driver.generate(timeout_s=1.0)
     assert caught.value.reason == "DEADLINE_EXCEEDED"
     assert server.cancelled.wait(10)
-    assert server.time_remaining_s[0] <= 0.3  # gRPC rounds what it sends upwards; a default server time is infinite
+    assert server.time_remaining_s[0] <= 1.1  # gRPC rounds what it sends upwards; a default server time is infinite
 
 
 def test_deadline_in_the_middle_says_how_much_came(server: ScriptedServer, driver: Driver) -> None:

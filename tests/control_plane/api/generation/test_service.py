@@ -122,12 +122,12 @@ async def test_cancelling_the_call_cancels_the_job(api: Api) -> None:
 
 
 async def test_deadline_reaches_the_request_and_ends_the_call(api: Api) -> None:
-    call = api.stub(generation_pb2_grpc.GenerationServiceStub).Generate(request(), timeout=0.2)
+    call = api.stub(generation_pb2_grpc.GenerationServiceStub).Generate(request(), timeout=1.0)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     deadline_s = api.fleet.requests[0].deadline_s
-    assert deadline_s is not None and 100.0 < deadline_s < 100.3  # gRPC rounds what is left by a millisecond or so
+    assert deadline_s is not None and 100.0 < deadline_s < 101.1  # gRPC rounds what is left by a millisecond or so
     await asyncio.wait_for(api.fleet.jobs[0].is_cancelled.wait(), 60)
 
 

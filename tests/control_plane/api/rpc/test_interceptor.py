@@ -73,7 +73,7 @@ class Handlers:
 async def served() -> AsyncIterator[tuple[Handlers, grpc.aio.Channel]]:
     handlers = Handlers()
     server = listeners.client_server(
-        max_streams_per_connection=10, max_concurrent_rpcs=10, max_connections=100, write_timeout_s=0.3
+        max_streams_per_connection=10, max_concurrent_rpcs=10, max_connections=100, write_timeout_s=1.0
     )
     methods = {
         kind: getattr(grpc, f"{kind}_rpc_method_handler")(
