@@ -1,7 +1,8 @@
 """Which form the completions of a chat have, and what of it a request wants read.
 
 Forms are kept for each version, which never changes. Which version a name stands for is kept for a moment, for the same
-key: Motet judges at every request what the caller may see, and the first chunk says which version responds.
+key: Motet judges at every request what the caller may see, and the first chunk says which version responds. If that is
+another one, whose form differs, the generation begins again.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from motet import AsyncClient, Chunk, InvalidArgument, Lark
+from motet import AsyncClient, Chunk, GenerateOptions, InvalidArgument, Lark, NotFound
 from motet.inputs.constraints import Constraint
 from motet.model.calls import ModelFacts, facts_call
 from motet.responses import ResponseForm, ResponseParser, TemplateError, find_form_async
 
+from gateway.http.errors import Refusal
 from gateway.http.keys import current_owner
 from gateway.openai.chats.tool_choice import ToolChoice, grammar_of, grammar_of_content, refusal_of_grammar
 from gateway.openai.chats.turns import Turn
@@ -65,6 +68,10 @@ class Forms:
                 del self._forms[next(iter(self._forms))]
         return self._forms[key], facts.adapter_digest
 
+    def forget(self, source: Source) -> bool:
+        """Read again which version the name stands for; False if that was not kept."""
+        return self._facts.pop((current_owner(), source.adapter, source.digest), None) is not None
+
     async def _facts_of(self, source: Source, client: AsyncClient) -> ModelFacts:
         """A call before every generation would cost each conversation a round trip: 1.0 ms of its first token."""
         key = (current_owner(), source.adapter, source.digest)
@@ -77,73 +84,110 @@ class Forms:
         return facts
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How the completions of a request are made and read where one version responds."""
+
+    digest: str  # of the version; empty for the base model
+    form: ResponseForm | None  # without calls where the request offers no tools; None if only content is left of it
+    constraint: Lark | None  # the grammar of calls, and of reasoning before calls or content. None: as the request says
+
+    @property
+    def options(self) -> GenerateOptions:
+        """What it adds to the options of the generation."""
+        options = GenerateOptions()
+        if self.form is not None:
+            options["skip_special_tokens"] = False
+        if self.constraint is not None:
+            options["constraint"] = self.constraint
+        return options
+
+
+Begin = Callable[[Source, GenerateOptions], AsyncGenerator[tuple[int, Chunk, str], None]]
+
+
 class Reading:
-    """How one request's completions are read. Make it with `reading`."""
+    """How one request's completions are read."""
 
     def __init__(
-        self,
-        body: ChatBody,
-        choice: ToolChoice,
-        source: Source,
-        forms: Forms,
-        form: ResponseForm | None,
-        adapter_digest: str,
-        constraint: Constraint | None,
+        self, body: ChatBody, choice: ToolChoice, source: Source, forms: Forms, constraint: Constraint | None
     ) -> None:
-        self.adapter_digest = adapter_digest  # of the version whose form was found
-        # The grammar of calls, and of reasoning before calls or content, for this version. None: `constraint` says all.
-        self.constraint = _constraint(body, choice, form, constraint)
-        self._is_content_constrained = constraint is not None and not choice.is_required
+        """`constraint`: what the content has to be."""
         self._body = body
         self._choice = choice
         self._source = source
         self._forms = forms
-        self._form = self._wanted(form)
+        self._content = constraint
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is anything but content to be read, for which special tokens must be in the text."""
-        return self._form is not None
-
-    def source_of(self, source: Source) -> Source:
-        """What responds: a constraint is in the form of one version, which is named therefore."""
-        if self.constraint is None or not self.adapter_digest:
-            return source
-        return dataclasses.replace(source, adapter=source.adapter.partition("@")[0], digest=self.adapter_digest)
-
-    async def into(
-        self, reply: Reply, chunks: AsyncGenerator[tuple[int, Chunk, str], None], client: AsyncClient
+    async def chunks(
+        self, reply: Reply, begin: Begin, client: AsyncClient
     ) -> AsyncGenerator[tuple[int, Chunk, str], None]:
-        """The same chunks; before the first one, `reply` learns how they are read."""
-        async with contextlib.aclosing(chunks):
-            has_begun = False
-            try:
+        """Those of the generation, none of which is there yet. Before the first one, `reply` learns how they are read.
+
+        `begin` makes the generation, with these options beside the request's own. If the version that responds turns
+        out to need others (a canary, or one that became active a moment ago), it is made again, for this version: none
+        of it was seen yet. Raises Refusal, MotetError.
+        """
+        try:
+            way = await self._way(self._source, client)
+        except (Refusal, NotFound):
+            if not self._forms.forget(self._source):
+                raise
+            way = await self._way(self._source, client)  # another version may be active now
+        return self._chunks(way, reply, begin, client)
+
+    async def _chunks(
+        self, way: _Way, reply: Reply, begin: Begin, client: AsyncClient
+    ) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+        source = self._source
+        while True:
+            other = None
+            async with contextlib.aclosing(self._chunks_of(source, way, begin)) as chunks:
+                has_begun = False
                 async for item in chunks:
                     if not has_begun:
                         has_begun = True
-                        await self._begin(reply, item[1].adapter_digest, client)
+                        digest = item[1].adapter_digest
+                        other = way if digest == way.digest else await self._way(self._version(digest), client)
+                        if other.options != way.options:
+                            break
+                        self._teach(reply, other)
                     yield item
-            except InvalidArgument as error:
-                is_ours = any(violation.field.startswith("constraint") for violation in error.field_violations)
-                if self.constraint is None or not is_ours:
-                    raise
-                grammar, tools = self.constraint.grammar, self._body.tools or ()
-                field = field_of_constraint(self._body) if self._is_content_constrained else "tools"
-                raise refusal_of_grammar(error.message, grammar, self._choice, tools, field) from error
+                else:
+                    return
+            assert other is not None
+            source, way = self._version(other.digest), other
 
-    async def _begin(self, reply: Reply, digest: str, client: AsyncClient) -> None:
-        if digest != self.adapter_digest:  # a canary, or a version that became active a moment ago
-            source = Source(self._source.adapter.partition("@")[0], digest)
-            form, _ = await self._forms.find(source, self._body.chat_template_kwargs or {}, client)
-            self._form = self._wanted(form)
-        if (form := self._form) is not None:
+    async def _chunks_of(self, source: Source, way: _Way, begin: Begin) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+        """Those of one generation. Raises Refusal about the request's own fields, MotetError."""
+        try:
+            async with contextlib.aclosing(begin(source, way.options)) as chunks:
+                async for item in chunks:
+                    yield item
+        except InvalidArgument as error:
+            is_ours = any(violation.field.startswith("constraint") for violation in error.field_violations)
+            if way.constraint is None or not is_ours:
+                raise
+            grammar, tools = way.constraint.grammar, self._body.tools or ()
+            is_content = self._content is not None and not self._choice.is_required
+            field = field_of_constraint(self._body) if is_content else "tools"
+            raise refusal_of_grammar(error.message, grammar, self._choice, tools, field) from error
+
+    async def _way(self, source: Source, client: AsyncClient) -> _Way:
+        form, digest = await self._forms.find(source, self._body.chat_template_kwargs or {}, client)
+        return _Way(digest, self._wanted(form), _constraint(self._body, self._choice, form, self._content))
+
+    def _version(self, digest: str) -> Source:
+        return dataclasses.replace(self._source, adapter=self._source.adapter.partition("@")[0], digest=digest)
+
+    def _teach(self, reply: Reply, way: _Way) -> None:
+        if (form := way.form) is not None:
             only_first = self._body.parallel_tool_calls is False
             reply.read_with(
                 lambda: Turn(self._parser(form), only_first_call=only_first, is_named=self._choice.is_named)
             )
 
     def _wanted(self, form: ResponseForm | None) -> ResponseForm | None:
-        """The form without calls where the request offers no tools; None if only content is left of it."""
         if form is None:
             return None
         fields = form.template.fields
@@ -159,17 +203,6 @@ class Reading:
             parser.skip(_text(self._body.messages[-1].get("content")))
             return parser
         return ResponseParser(form.template) if self._body.add_generation_prompt is False else form.parser()
-
-
-async def reading(
-    body: ChatBody, choice: ToolChoice, source: Source, forms: Forms, client: AsyncClient, constraint: Constraint | None
-) -> Reading:
-    """How the completions of a request are read, and what they have to be for it. Raises Refusal, MotetError.
-
-    `constraint`: what their content has to be.
-    """
-    form, digest = await forms.find(source, body.chat_template_kwargs or {}, client)
-    return Reading(body, choice, source, forms, form, digest, constraint)
 
 
 def _constraint(

@@ -18,7 +18,7 @@ from gateway.http.upstream import Upstream
 from gateway.openai.chats.tool_choice import tool_choice_of
 from gateway.openai.embeddings import EmbeddingBody, embeddings
 from gateway.openai.errors import refused
-from gateway.openai.forms import Forms, reading
+from gateway.openai.forms import Forms, Reading
 from gateway.openai.generations import chunks_of
 from gateway.openai.handlers import decoded, name_fields
 from gateway.openai.items.inputs import chat_of
@@ -104,13 +104,13 @@ class _Api:
         options = chat_options(body, choice)
         client = self._upstream.client
         source = await self._models.resolve(body.model, client, is_checked=True)
-        read = await reading(body, choice, source, self._forms, client, options.get("constraint"))
-        if read.is_needed:
-            options["skip_special_tokens"] = False
-        if read.constraint is not None:
-            options["constraint"] = read.constraint
-        options = _with(options, read.source_of(source), reply)
-        return read.into(reply, chunks_of(client, [body.messages], options, self._timeout_s), client)
+
+        def begin(source: Source, further: GenerateOptions) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+            whole = _with({**options, **further}, source, reply)
+            return chunks_of(client, [body.messages], whole, self._timeout_s)
+
+        reading = Reading(body, choice, source, self._forms, options.get("constraint"))
+        return await reading.chunks(reply, begin, client)
 
     async def embeddings(self, request: Request) -> Response:
         body = await decoded(self._bodies, request, EmbeddingBody)

@@ -41,6 +41,7 @@ class Chats:
     client: Client
     gateway: Gateway
     api: openai.OpenAI
+    adapters: Mapping[str, Path]
 
 
 @pytest.fixture(scope="session")
@@ -59,16 +60,16 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
     templates["silent"] = f"{_TURNS}{_PROMPT}"
     with System(checkpoint, directory) as system:
         system.start_worker(flags=FLAGS)
-        client = system.client()
+        client, adapters = system.client(), dict[str, Path]()
         for name, template in templates.items():
-            adapter = make_adapter(directory / name, checkpoint, rank=2, targets=["q_proj"])
-            Path(adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-            client.adapters.register(name, adapter)
+            adapters[name] = make_adapter(directory / name, checkpoint, rank=2, targets=["q_proj"])
+            (adapters[name] / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+            client.adapters.register(name, adapters[name])
         with (
             Gateway(system.address, directory) as gateway,
             openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as api,
         ):
-            yield Chats(client, gateway, api)
+            yield Chats(client, gateway, api, adapters)
 
 
 WEATHER: dict[str, Any] = {
