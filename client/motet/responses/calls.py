@@ -18,6 +18,7 @@ from motet.responses.templates import CallForm
 
 MAX_NAME_CHARS = 256
 _SPACE = " \t\n\r"  # what JSON has between its parts
+_HALF_PAIR = re.compile("[\ud800-\udbff]$")  # of which the other half may follow
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, by an escape: no text in UTF-8 has it
 
 
@@ -45,6 +46,12 @@ class CallReader(Protocol):
 
     def finish(self, events: list[Event]) -> None:
         """The field is over. Raises MalformedError."""
+
+    def cut(self, events: list[Event]) -> None:
+        """The completion ends here: report what came of the call that began. Raises MalformedError if it has no name.
+
+        What is held and no value that can be reported, such as a key, is lost.
+        """
 
     def abandon(self, events: list[Event]) -> None:
         """What follows is malformed: end the call that began, if one did."""
@@ -92,6 +99,21 @@ class JsonCallReader:
         if not self.is_done and self._form.arguments_key is None:
             self._end(events)
         self.is_done = True
+
+    def cut(self, events: list[Event]) -> None:
+        if self._index is None and self._form.arguments_key is None:
+            assert self._given_name is not None
+            self._start(self._given_name, events)
+        if self._index is None:
+            if not self.num_reported or self._json.depth >= self._level:
+                raise MalformedError
+            return  # between the calls of an array
+        if self._value is not None and self._wanted == self._form.arguments_key:
+            num_broken = self._json.num_escape_chars
+            text = "".join(self._value)
+            if text := _of_string(text[: len(text) - num_broken] + '"', is_cut=True):
+                events.append(CallArguments(self._index, text))
+        self.abandon(events)
 
     def abandon(self, events: list[Event]) -> None:
         if self._index is not None:
@@ -195,20 +217,24 @@ class JsonCallReader:
         self._reset()
 
 
-def _of_string(text: str) -> str:
+def _of_string(text: str, *, is_cut: bool = False) -> str:
     """The JSON text in a string that stands for a call's arguments. Raises MalformedError if it has another text.
 
-    An empty string stands for no arguments.
+    An empty string stands for no arguments. `is_cut`: the string has the beginning of its text.
     """
+    string = str(json.loads(text))
+    if is_cut:
+        string = _HALF_PAIR.sub("", string)
     # Half of a surrogate pair cannot be sent as UTF-8; within a text of the JSON its escape is the same.
-    given = str(json.loads(text)).encode("utf-8", "backslashreplace").decode()
+    given = string.encode("utf-8", "backslashreplace").decode()
     value = given.strip(_SPACE)
     if not value:
-        return "{}"
+        return "" if is_cut else "{}"
     pieces, index = JsonPieces(), 0
     while index < len(value):
         if pieces.state is State.DONE:
             raise MalformedError  # something follows the value
         index = pieces.advance(value, index)
-    pieces.finish()
+    if not is_cut:
+        pieces.finish()
     return given

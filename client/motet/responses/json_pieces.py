@@ -57,6 +57,11 @@ class JsonPieces:
         """The innermost open one is an object."""
         return bool(self._stack) and self._stack[-1] == "{"
 
+    @property
+    def num_escape_chars(self) -> int:
+        """How many characters of an escape were read that is not over."""
+        return {State.ESCAPE: 1, State.HEX: 2 + self._num_hex}.get(self.state, 0)
+
     def advance(self, text: str, index: int) -> int:
         """Read from `index` on, and return up to where. May read nothing where a number ends. Raises MalformedError."""
         state = self.state

@@ -1,8 +1,8 @@
 """Reads a completion while it is generated: content, reasoning and tool calls as events, however the text is cut.
 
 Nothing raises, and nothing is lost: text with a malformed call comes out as content. There is one exception: where the
-completion ends within a call whose name was reported, the keys, punctuation and marks of its rest are left out. Time is
-linear in the text. What is held back is bounded (MAX_MARK_CHARS, MAX_HELD_CHARS, MAX_SPACE_CHARS).
+completion ends within a call whose name was reported, the keys, punctuation and marks of its rest are left out, and so is
+a value of Python that is not whole and no text. Time is linear in the text. What is held back is bounded (MAX_MARK_CHARS, MAX_HELD_CHARS, MAX_SPACE_CHARS).
 """
 
 from __future__ import annotations
@@ -100,8 +100,6 @@ class ResponseParser:
         events: list[Event] = []
         if not self._is_over:
             self._is_over = True
-            if self._reader is not None and self._reader.is_done and not self._is_broken:
-                self._forget(len(self._buffer))  # the beginning of the closing mark, behind a whole call
             self._process(events, at_end=True)
             self._close_calls("", events)
         return events
@@ -142,9 +140,10 @@ class ResponseParser:
             self._fed = self._base + len(self._buffer)
             for _, _, search in self._searches:
                 search.push(unseen)
-                if at_end:
-                    search.finish()
             found, hold = self._found()
+            if at_end:
+                found = self._found_at_end(hold)
+                hold = self._fed
             end = min(hold, self._fed) if found is None else found[2].start
             read = self._read(self._buffer[: end - self._base], events)
             self._forget(read)
@@ -175,6 +174,16 @@ class ResponseParser:
             return None, hold
         is_pending = any(search.pending_from is not None for _, _, search in self._searches)
         return (None if is_pending and best[2].start >= hold else best), hold
+
+    def _found_at_end(self, pending_from: int) -> tuple[int, Field, Match] | None:
+        """The mark that comes next; none follows. `pending_from`: where text begins that might have become one."""
+        for _, _, search in self._searches:
+            search.finish()
+        found, _ = self._found()
+        if found is None and self._reader is not None and self._reader.is_done and not self._is_broken:
+            self._buffer = self._buffer[: pending_from - self._base]  # a part of the closing mark, behind a whole call
+            self._fed = self._base + len(self._buffer)
+        return found
 
     def _forget(self, num_chars: int) -> None:
         self._buffer = self._buffer[num_chars:]
@@ -242,13 +251,17 @@ class ResponseParser:
             try:
                 reader.finish(events)
             except MalformedError:
-                if reader.num_reported and not mark:  # the completion ends within a call that was reported
-                    reader.abandon(events)
-                else:
-                    self._give_back(reader, events)
+                self._cut(reader, events) if not mark else self._give_back(reader, events)
         if self._is_broken:
             self._content.write(mark, events)
         self._reader = None
+
+    def _cut(self, reader: CallReader, events: list[Event]) -> None:
+        """The completion ends within the field."""
+        try:
+            reader.cut(events)
+        except MalformedError:
+            self._give_back(reader, events)
 
 
 def _after_anchor(prefix: str, anchor: Pattern | None) -> str:

@@ -13,6 +13,8 @@ from motet.responses.json_pieces import MalformedError
 
 _MAX_DEPTH = 32
 _MAX_VALUE_CHARS = 1 << 16
+_MAX_ESCAPE_CHARS = 10  # but for names of characters
+_CUT_OCTAL = re.compile(r"\\[0-7]{1,2}$")  # to which further digits may belong
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 _KEYWORD = re.compile(r"[A-Za-z_]\w*")
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
@@ -56,6 +58,15 @@ class PythonicCallReader:
     def finish(self, events: list[Event]) -> None:  # noqa: ARG002 - as the other reader
         if not self.is_done:
             raise MalformedError
+
+    def cut(self, events: list[Event]) -> None:
+        if self._index is None:
+            if not self._num_calls or self._held:
+                raise MalformedError
+            return  # between two calls
+        if self._state == "value" and (text := self._cut_string()):
+            events.append(CallArguments(self._index, text))
+        self.abandon(events)
 
     def abandon(self, events: list[Event]) -> None:
         if self._index is not None:
@@ -121,12 +132,28 @@ class PythonicCallReader:
 
     def _end_value(self, char: str, events: list[Event]) -> None:
         assert self._index is not None
-        text = f"{', ' if self._keywords else '{'}{json.dumps(self._keyword)}: {_as_json(''.join(self._held))}"
-        events.append(CallArguments(self._index, text))
+        events.append(CallArguments(self._index, self._before_value() + _as_json("".join(self._held))))
         self._keywords.add(self._keyword)
         self._state, self._held = "keyword", []
         if char == ")":
             self._end_call(events)
+
+    def _cut_string(self) -> str:
+        """What came of a value that is a text; empty for other values."""
+        if not self._quote or self._nesting:
+            return ""
+        held = _CUT_OCTAL.sub("", "".join(self._held))
+        for num_broken in range(min(_MAX_ESCAPE_CHARS, len(held) - 1) + 1):  # it may end within an escape
+            try:
+                value = json.loads(_as_json(held[: len(held) - num_broken] + self._quote))
+            except MalformedError:
+                continue
+            if isinstance(value, str):
+                return f"{self._before_value()}{json.dumps(value)[:-1]}"
+        return ""
+
+    def _before_value(self) -> str:
+        return f"{', ' if self._keywords else '{'}{json.dumps(self._keyword)}: "
 
     def _end_call(self, events: list[Event]) -> None:
         assert self._index is not None

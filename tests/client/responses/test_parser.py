@@ -134,7 +134,10 @@ def test_every_cut_gives_what_transformers_reads(name: str, text: str) -> None:
         ("hermes", 'So: <tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>'),
         ("llama3", '{"name": "f", "parameters": {"a": "}"}}'),
         ("mistral", 'So: [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'),
+        ("hermes", r'So: <tool_call>{"name": "f", "arguments": "{\"a\": \"x\\n\u00e9 \ud83d\ude00\"}"}</tool_call>'),
+        ("mistral-args", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
         ("pythonic", "[f(a=1, b='x')]"),
+        ("pythonic", r"""[f(a='x\n\u00e9\101\U0001F600"', b="y" 'z', c=["d"])]"""),
     ],
 )
 def test_what_is_left_of_a_call_that_the_end_cuts_is_no_content(name: str, text: str) -> None:
@@ -149,6 +152,46 @@ def test_what_is_left_of_a_call_that_the_end_cuts_is_no_content(name: str, text:
             assert (found_name, arguments[: len(part)]) == ("f", part)
             assert found["content"] == ("So:" if text.startswith("So:") else "")
     assert num_cut
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"a long te', "", [("f", '{"a": "a long te')]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "no JSON', ', "arguments": "no JSON', [("f", "")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": " ', "", [("f", "")]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>{"na', '<tool_call>{"na', [("f", "{}")]),
+        ("mistral", '[TOOL_CALLS][{"name": "f"}, ', "", [("f", "{}")]),
+        ("mistral", '[TOOL_CALLS][{"name": "f"}, {"arguments": {"a": "b', ', {"arguments": {"a": "b', [("f", "{}")]),
+        ("mistral-args", "[TOOL_CALLS]f[ARGS]", "", [("f", "")]),
+        ("mistral-args", "[TOOL_CALLS]f[ARGS] ", "", [("f", "")]),
+        ("mistral-args", "[TOOL_CALLS]f[AR", "[TOOL_CALLS]f[AR", []),
+        ("pythonic", '[f(a="a long te', "", [("f", '{"a": "a long te')]),
+        ("pythonic", "[f(a=1, b=[1, 2", "", [("f", '{"a": 1')]),
+        ("pythonic", "[f(), ", "", [("f", "{}")]),
+        ("pythonic", "[f(), g", ", g", [("f", "{}")]),
+    ],
+)
+def test_what_came_of_a_cut_call_is_kept(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for pieces in cuts(text):
+        found = summary(read(name, pieces))
+        assert (found["content"], [(call[1], call[2]) for call in found["calls"]]) == (content, calls)
+
+
+def test_text_after_a_closing_mark_that_could_be_longer_is_kept() -> None:
+    template = dict(BUNDLED["hermes"])
+    fields = {**template["fields"]}
+    fields["tool_calls"] = {**fields["tool_calls"], "close_pattern": r"</tool_call>(?:[^<]*<\|im_end\|>)?"}
+    fields["tool_calls"].pop("close", None)
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call> All of it is done.'
+    for pieces in cuts(text):
+        parser = ResponseParser(load_template({**template, "fields": fields}))
+        found = summary([event for piece in pieces for event in parser.push(piece)] + parser.finish())
+        assert found["content"] == "All of it is done." and found["calls"][0][3]
+    for end in range(text.index("</"), text.index("> All")):
+        parser = ResponseParser(load_template({**template, "fields": fields}))
+        found = summary(parser.push(text[:end]) + parser.finish())
+        assert not found["content"] and found["calls"][0][3]
 
 
 @pytest.mark.parametrize(("name", "text", "content"), MALFORMED)
