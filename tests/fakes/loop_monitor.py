@@ -64,7 +64,7 @@ class LoopMonitor:
         self._turn_began_s: float | None = None  # CPU time of the loop's thread; None: it looks at the selector
         self._longest_turn_s = self._longest_lock_s = 0.0
         self._was_free_s = self._clocks.process_s()  # CPU time of all threads when the lock was last known to be free
-        self._turn_delay_s = 0.0  # run delay of the loop's thread when it last looked at the selector
+        self._loop_delay_s = 0.0  # run delay of the loop's thread when a turn began or ended
         self._slowest: list[tuple[float, str]] = []  # a heap, the least slow first
         self._is_resetting = False
 
@@ -90,13 +90,17 @@ class LoopMonitor:
 
     def turn_begins(self) -> None:
         self._turn_began_s = self._clocks.thread_s()
-        self.lock_is_free(self._clocks.run_delay_s() - self._turn_delay_s)
+        self._loop_has_lock()
 
     def turn_ends(self) -> None:
         if self._turn_began_s is not None:
             self._longest_turn_s = max(self._longest_turn_s, self._clocks.thread_s() - self._turn_began_s)
-        self._turn_delay_s = self._clocks.run_delay_s()
-        self._was_free_s = self._clocks.process_s()
+        self._loop_has_lock()
+
+    def _loop_has_lock(self) -> None:
+        delay_s = self._clocks.run_delay_s()
+        self.lock_is_free(delay_s - self._loop_delay_s)
+        self._loop_delay_s = delay_s
 
     def callback_ended(self, callback: Callable[..., object], seconds: float) -> None:
         if self._is_resetting:
@@ -110,7 +114,7 @@ class LoopMonitor:
         """The calling thread, which requested the lock, has it. `delay_s`: how long the kernel left it waiting."""
         now_s = self._clocks.process_s()
         self._longest_lock_s = max(self._longest_lock_s, now_s - self._was_free_s - delay_s)
-        self._was_free_s = now_s
+        self._was_free_s = max(self._was_free_s, now_s)  # another thread may have had it since then
 
     def _probe_lock(self, loop: asyncio.AbstractEventLoop) -> None:
         pause, before_delay_s = threading.Event(), self._clocks.run_delay_s()

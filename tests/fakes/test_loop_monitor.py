@@ -70,7 +70,48 @@ def test_many_short_turns_do_not_keep_the_lock(clocks: StoppedClocks) -> None:
         monitor.turn_ends()
     monitor.lock_is_free(0.0)
     report = monitor.report()
-    assert (report.longest_lock_ms, report.longest_turn_ms) == (0.0, 3.0)
+    assert (report.longest_lock_ms, report.longest_turn_ms) == (3.0, 3.0)
+
+
+def test_a_thread_that_gets_the_lock_within_a_turn_and_keeps_it_is_found() -> None:
+    """The loop's own thread computes nothing meanwhile."""
+
+    class OtherThread(StoppedClocks):
+        def thread_s(self) -> float:
+            return 0.0
+
+    clocks = OtherThread()
+    monitor = LoopMonitor(clocks)
+    monitor.turn_begins()
+    clocks.cpu_s += 0.3
+    monitor.turn_ends()
+    monitor.lock_is_free(0.0)
+    report = monitor.report()
+    assert (report.longest_lock_ms, report.longest_turn_ms) == (300.0, 0.0)
+
+
+def test_a_thread_that_looks_late_does_not_take_the_turns_since_then_for_one() -> None:
+    class LateClocks(StoppedClocks):
+        """The loop makes turns between the reading and what follows it."""
+
+        is_late = False
+
+        def process_s(self) -> float:
+            now_s = self.cpu_s
+            if self.is_late:
+                self.is_late = False
+                for _ in range(100):
+                    monitor.turn_begins()
+                    self.cpu_s += 0.003
+                    monitor.turn_ends()
+            return now_s
+
+    late = LateClocks()
+    monitor = LoopMonitor(late)
+    late.is_late = True
+    monitor.lock_is_free(0.0)
+    monitor.lock_is_free(0.0)
+    assert monitor.report().longest_lock_ms == 3.0
 
 
 def test_the_time_without_a_processor_does_not_count(clocks: StoppedClocks) -> None:

@@ -6,6 +6,7 @@ matter, in a control plane built as in production.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +122,7 @@ def test_no_call_of_the_admin_services_holds_up_the_loop(target: Target) -> None
     operations, status = operations_pb2_grpc.OperationsStub(channel), status_pb2_grpc.StatusServiceStub(channel)
     health: Any = health_pb2_grpc.HealthStub(channel)
     labels = {f"label-{number:02d}": "v" * 256 for number in range(64)}
-    created: list[str] = []
+    created, numbers = list[str](), itertools.count()
 
     def ended(operation: Any) -> None:
         request = operations_pb2.WaitOperationRequest(name=operation.name)
@@ -165,8 +166,8 @@ def test_no_call_of_the_admin_services_holds_up_the_loop(target: Target) -> None
             adapters.UnpinAdapter(adapters_pb2.UnpinAdapterRequest(name=f"adapters/{name}"))
 
     def get_status() -> None:
-        for number in range(300):  # each is a tenant of its own
-            generate(channel, tenant=f"tenant-{number}", adapter=GOOD_ADAPTER)
+        for _ in range(300):  # each is a tenant of its own
+            generate(channel, tenant=f"tenant-{next(numbers)}", adapter=GOOD_ADAPTER)
         assert len(status.GetStatus(status_pb2.GetStatusRequest()).tenants) == 256
 
     def check_health() -> None:
@@ -252,10 +253,11 @@ def test_texts_of_many_tenants_at_once_hold_up_the_loop_no_longer_than_one(large
 
 
 def test_unknown_adapters_hold_up_the_loop_for_moments_only(large_system: System) -> None:
+    numbers = itertools.count()  # a name that was not known once is not searched for again
     with grpc.insecure_channel(large_system.address) as channel:
 
         def call() -> None:
-            codes = {generate(channel, adapter=f"nobody-{number}") for number in range(300)}
+            codes = {generate(channel, adapter=f"nobody-{next(numbers)}") for _ in range(300)}
             assert codes == {grpc.StatusCode.NOT_FOUND}
 
         check(large_system, "unknown adapters", call)
