@@ -115,8 +115,8 @@ class _Thread:
     def __init__(self, niceness: int) -> None:
         self._niceness = niceness
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="constraints", initializer=self._start)
-        self._task: tuple[list[int], float] | None = None  # ids of its threads, their CPU time when `begin` was called
-        self._began_s = 0.0  # CPU time of its threads when its task began
+        # Ids of the threads of its task, their CPU time when `begin` was called, and what the task took before that.
+        self._task: tuple[list[int], float, float] | None = None
         self.is_busy = False
         self.is_demoted = False
 
@@ -129,24 +129,22 @@ class _Thread:
 
     def begin(self, further_threads: list[int]) -> None:
         ids = [threading.get_native_id(), *further_threads]
-        self._task = ids, sum(map(cpu_s, ids))
+        self._task = ids, sum(map(cpu_s, ids)), self.task_s()
 
     def taken_s(self) -> float:
         """CPU time since `begin`; 0 before it."""
         if self._task is None:
             return 0.0
-        ids, began_s = self._task
+        ids, began_s, _ = self._task
         return max(sum(map(cpu_s, ids)) - began_s, 0.0)
 
-    def begin_task(self) -> None:
-        self._began_s = self._total_s()
-
     def task_s(self) -> float:
-        """CPU time since `begin_task`, of all its threads."""
-        return max(self._total_s() - self._began_s, 0.0)
+        """CPU time of the whole task since its first `begin`."""
+        task = self._task
+        return 0.0 if task is None else task[2] + self.taken_s()
 
-    def _total_s(self) -> float:
-        return sum(map(cpu_s, self._task[0] if self._task else ()))
+    def end_task(self) -> None:
+        self._task = None
 
     def demote(self) -> None:
         self.is_demoted = True
@@ -213,11 +211,11 @@ class _Lane:
                         thread.is_busy = False
                         return
                     task = self._tasks.popleft()
-                    thread.begin_task()
                 task()
                 with self._lock:
                     if self._spend is not None and not thread.is_demoted:
                         self._spend(thread.task_s())
+                    thread.end_task()
         finally:
             add_humble_threads(-int(is_humble or thread.is_demoted))
 

@@ -92,6 +92,19 @@ def test_a_task_that_takes_long_gets_the_lowest_priority_and_another_thread_take
     assert result_of(run, niceness) == above(NEW_NICENESS if lane == "new" else 0)
 
 
+def test_a_task_is_not_judged_by_what_the_one_before_took() -> None:
+    lanes = Lanes(1)
+
+    def take_some() -> None:
+        lanes.begin([])
+        compute_until(lambda: lanes.cpu_s() > SLOW_S / 4)
+        lanes.begin([])
+        compute_until(lambda: lanes.cpu_s() > SLOW_S / 4)
+
+    result_of(lanes.run_quick, take_some)
+    assert result_of(lanes.run_quick, lanes.cpu_s) == 0.0
+
+
 def test_tasks_that_wait_without_computing_keep_their_thread() -> None:
     """As on a machine whose cores are all busy: the clock goes on, the CPU time does not."""
     lanes, release = Lanes(1), threading.Event()
