@@ -83,6 +83,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         self._recommended = recommended
         self._response_template = response_template
         self._wall_clock = wall_clock
+        self._filling = asyncio.Lock()  # of long responses, one piece is added in one turn of the event loop
 
     async def GetModel(  # noqa: N802 - the stub's name
         self, request: model_pb2.GetModelRequest, _context: Context
@@ -143,12 +144,13 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             render_time=None if render_time_s is None else timestamp(render_time_s),
         )
         for start in range(0, len(token_ids), MAX_TOKENS_AT_ONCE):
-            if start:
-                await asyncio.sleep(0)  # a text of 1 MiB may have a million tokens
-            piece = token_ids[start : start + MAX_TOKENS_AT_ONCE]
-            response.token_ids.extend(piece)
-            if request.return_tokens:
-                response.tokens.extend(map(codec.spell, piece))
+            async with self._filling:
+                if start:
+                    await asyncio.sleep(0)  # a text of 1 MiB may have a million tokens
+                piece = token_ids[start : start + MAX_TOKENS_AT_ONCE]
+                response.token_ids.extend(piece)
+                if request.return_tokens:
+                    response.tokens.extend(map(codec.spell, piece))
         return response
 
     async def Detokenize(  # noqa: N802 - the stub's name
