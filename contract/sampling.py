@@ -13,6 +13,8 @@ from motet.v1 import types_pb2
 
 from contract.v1.sampling import SamplingValues
 
+MAX_PRIORITY = 100  # of a request, either sign
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:

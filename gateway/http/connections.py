@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import re
 import ssl
 import sys
 import time
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 import h11
 from starlette.types import Message, Receive, Scope, Send
@@ -29,6 +31,8 @@ SILENCE_S = 30.0  # without a whole head of a request, at the start and behind a
 SLOW_READER_S = 30.0  # in which a reader takes less than what the buffer of a response holds
 HANDSHAKE_S = 20  # of TLS
 SWEEP_EVERY_S = 1.0
+MAX_HEAD_BYTES = 16 << 10  # as h11 has it for a head that comes in pieces
+_ABSOLUTE = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 
 
 class Connections:
@@ -177,9 +181,13 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (num_bytes := _head_bytes(scope)) > MAX_HEAD_BYTES:
+            too_long = f"the head of the request has {num_bytes} bytes; send at most {MAX_HEAD_BYTES}"
+            await closing_response(431, too_long)(scope, receive, send)
+            return
         # The cycle is of this request: the next one begins behind the end of its response.
         chunks = _Chunks(self.cycle, scope, send)
-        await self._application(scope, receive, chunks.send)
+        await self._application(_in_origin_form(scope), receive, chunks.send)
 
     def _begin_tls(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
         """In this call and not in a task: the client's first bytes may come before a task runs, and TLS misses them."""
@@ -227,6 +235,20 @@ class _Chunks:
             # Other statuses and lengths have a form of their own, which h11 knows.
             self._has_chunks = message["status"] == 200 and b"content-length" not in names
         await self._send(message)
+
+
+def _head_bytes(scope: Scope) -> int:
+    target = len(scope["raw_path"]) + len(scope["query_string"])
+    return target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+
+
+def _in_origin_form(scope: Scope) -> Scope:
+    """The same request where its target is a whole URL, as for a proxy: a server takes that, too (RFC 9112, 3.2.2)."""
+    found = _ABSOLUTE.match(scope["raw_path"])
+    if found is None:
+        return scope
+    path = scope["raw_path"][found.end() :] or b"/"
+    return {**scope, "raw_path": path, "path": unquote(path.decode("ascii"))}
 
 
 def host_of(transport: asyncio.Transport) -> str:

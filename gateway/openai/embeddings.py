@@ -13,7 +13,7 @@ from motet.pooling.calls import Embedding, PoolingOptions
 
 from gateway.openai.errors import refused
 from gateway.openai.models import Models
-from gateway.openai.options import check_names
+from gateway.openai.options import check_names, priority_of
 
 MAX_INPUTS = 64  # of one request, as in Motet's Embed
 
@@ -48,7 +48,7 @@ async def embeddings(body: EmbeddingBody, models: Models, client: AsyncClient, t
     if source.fingerprint:
         options["model_fingerprint"] = source.fingerprint
     if body.priority is not None:
-        options["priority"] = body.priority
+        options["priority"] = priority_of(body.priority)
     if body.cache_salt:
         options["cache_salt"] = body.cache_salt
     found = await client.embed(

@@ -53,7 +53,7 @@ def _of_outputs(given: object) -> Constraint | None:
         return None
     if not isinstance(given, Mapping):
         raise refused(_OUTPUTS, f"is not an object; give one with one of {', '.join(_KINDS)}")
-    if unknown := [str(name)[:40] for name in given if name not in _KINDS]:
+    if unknown := [str(name)[:40] for name in given if name not in _KINDS and given[name] is not None]:
         raise refused(_OUTPUTS, f"has {unknown[0]!r}; {', '.join(_KINDS)} are served")
     kinds = [name for name in _KINDS if given.get(name) not in (None, False)]
     if len(kinds) != 1:

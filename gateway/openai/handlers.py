@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 from motet import MotetError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,9 +23,20 @@ async def decoded(bodies: Bodies, request: Request, kind: type[T]) -> T:
     """The body as a message. Raises Refusal, with the name of the field."""
     data = await bodies.read(request)
     try:
-        return decoded_as(data, kind)
+        try:
+            return decoded_as(data, kind)
+        except ValueError as error:
+            if not str(error).startswith("Object contains unknown field"):
+                raise
+            return decoded_as(_without_nulls(data), kind)
     except ValueError as error:
         raise undecodable(error) from error
+
+
+def _without_nulls(data: bytes) -> bytes:
+    """The body without the fields that are null: they count as left out, also where they are not known."""
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({name: value for name, value in fields.items() if bytes(value) != b"null"})
 
 
 def name_fields(request: Request, names: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from motet import GenerateOptions
 
+from contract.sampling import MAX_PRIORITY
 from gateway.openai.chats.tool_choice import ToolChoice
 from gateway.openai.errors import refused
 from gateway.openai.formats import constraint_of
@@ -57,7 +58,6 @@ _SAME = (
     "ignore_eos",
     "min_tokens",
     "skip_special_tokens",
-    "priority",
 )
 
 
@@ -160,6 +160,8 @@ def _options(body: Body) -> GenerateOptions:
             options[name] = value  # type: ignore[literal-required]  # the names are GenerateOptions'
     if body.seed is not None:
         options["seed"] = _seed(body.seed)
+    if body.priority is not None:
+        options["priority"] = priority_of(body.priority)
     if body.top_k not in (None, -1, 0):  # vLLM's words for all tokens
         options["top_k"] = body.top_k
     if body.stop:
@@ -175,6 +177,13 @@ def _options(body: Body) -> GenerateOptions:
     if body.logit_bias:
         options["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     return options
+
+
+def priority_of(given: int) -> int:
+    """vLLM's lower values are first, Motet's higher ones. Raises Refusal."""
+    if not -MAX_PRIORITY <= given <= MAX_PRIORITY:
+        raise refused("priority", f"is {given}; give a value from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    return -given
 
 
 def _seed(given: int) -> int:

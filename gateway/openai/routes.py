@@ -171,6 +171,8 @@ def _own_names(body: Body) -> dict[str, str]:
         names["response_format"] = "structured_outputs"
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None and body.max_tokens is None:
         names["max_tokens"] = "max_completion_tokens"
+    if getattr(body, "best_of", None) is None:
+        names["best_of"] = "n"  # as many are sampled
     return names
 
 

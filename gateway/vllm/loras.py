@@ -19,7 +19,7 @@ class LoadBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     lora_name: str
     lora_path: str
-    load_inplace: bool = False
+    load_inplace: bool | None = None
     # Refused by name.
     base_model_name: Any = None
     is_3d_lora_weight: Any = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from motet.v1 import generation_pb2, types_pb2
 
+from contract.sampling import MAX_PRIORITY
 from control_plane.api.generation.adapter_uses import CheckedUses, check_uses
 from control_plane.api.generation.constraints import check_constraint
 from control_plane.api.generation.delta_size import check_delta_size
@@ -31,7 +32,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_BYTES = 128
-MAX_PRIORITY = 100  # either sign
 MAX_RENDER_TIME_S = 32_503_680_000  # the year 3000
 MAX_PROMPT_LOGPROB_ENTRIES = 1 << 18  # about 3 MB; a gRPC client takes messages of up to 4 MB by default
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from motet.v1 import pooling_pb2
 
-from control_plane.api.generation.request import MAX_CACHE_SALT_BYTES, MAX_PRIORITY, checked_token_ids
+from contract.sampling import MAX_PRIORITY
+from control_plane.api.generation.request import MAX_CACHE_SALT_BYTES, checked_token_ids
 from control_plane.api.text.length_bound import prompt_too_long
 from control_plane.checks import Violations, check_digest, check_request_id
 from control_plane.registry.versions.version_names import VersionName, version_name_of

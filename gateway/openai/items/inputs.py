@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from gateway.openai.errors import refused
 from gateway.openai.items.messages import ResponsesBody
 from gateway.openai.messages import ChatBody, Generated
@@ -75,6 +77,8 @@ def chat_of(body: ResponsesBody) -> ChatBody:
 def field_of(param: str) -> str:
     """What the request calls a field of the chat that it became."""
     head = param.partition("[")[0].partition(".")[0]
+    if head == "tools":
+        return param.replace(".function", "", 1)
     return _FIELDS.get(head, param)
 
 
@@ -91,8 +95,8 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
     """Add an item. What the assistant thought, said and called in one turn is one message."""
-    kind = item.get("type", "message")
-    if kind == "message":
+    kind = item.get("type")
+    if kind in (None, "message"):
         role, content = item.get("role"), _content(item.get("content"), f"{place}.content")
         if not isinstance(role, str):
             raise refused(f"{place}.role", "is not a text, such as 'user'")
@@ -112,7 +116,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) ->
             turn = _turn(messages, is_open=lambda _last: False)
             turn["reasoning_content"] = "".join(str(text) for text in texts)
     elif kind == "function_call":
-        function = {"name": _text(item, "name", place), "arguments": _text(item, "arguments", place)}
+        function = {"name": _text(item, "name", place), "arguments": _arguments(item, place)}
         turn = _turn(messages, is_open=lambda _last: True)
         calls = turn.setdefault("tool_calls", [])
         calls.append({"id": _text(item, "call_id", place), "type": "function", "function": function})
@@ -135,6 +139,15 @@ def _text(item: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(value, str):
         raise refused(f"{place}.{name}", "is not a text")
     return value
+
+
+def _arguments(item: Mapping[str, Any], place: str) -> str:
+    text = _text(item, "arguments", place)
+    try:
+        msgspec.json.decode(text.strip() or "{}")
+    except (ValueError, RecursionError) as error:
+        raise refused(f"{place}.arguments", f"is not JSON: {error}") from error
+    return text
 
 
 def _content(given: object, place: str) -> Any:

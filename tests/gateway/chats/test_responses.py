@@ -182,6 +182,22 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("input[0].type", {"input": [{"type": "item_reference", "id": "a"}]}),
     ("input[0].content[0]", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}),
     ("input[0].call_id", {"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}),
+    (
+        "input[1].arguments",
+        {
+            "input": [
+                {"type": None, "role": "user", "content": "a"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "bad"},
+            ]
+        },
+    ),
+    (
+        "tools[0].parameters",
+        {
+            "tools": [{"type": "function", "name": "f", "parameters": {"$ref": "#/$defs/none"}, "strict": True}],
+            "tool_choice": "required",
+        },
+    ),
     ("max_output_tokens", {"max_output_tokens": -1}),
 ]
 
@@ -199,6 +215,7 @@ def test_neutral_values_are_taken(api: openai.OpenAI) -> None:
     response = api.responses.create(
         model="plain", store=False, background=False, truncation="disabled", service_tier="auto", user="u",
         reasoning={"effort": None}, text={"format": {"type": "text"}}, safety_identifier="s", prompt_cache_key="p",
+        extra_body={"context_management": None, "a_field_of_the_future": None},
         **GIVEN,
     )  # fmt: skip
     assert response.status == "completed"

@@ -189,6 +189,8 @@ async def test_a_body_that_is_no_http_ends_its_connection_and_not_the_log(caplog
         (b"hello\r\n\r\n", b"400 Bad Request", "illegal request line"),
         (b"GET / HTTP/1.1\r\n\r\n", b"400 Bad Request", "Missing mandatory Host"),
         (b"GET / HTTP/1.1\r\nhost: a\r\nx: %s" % (b"a" * 100_000), b"431 Request Header Fields Too Large", "too long"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx: %s\r\n\r\n" % (b"a" * 20_000), b"431 Request Header", "at most 16384"),
+        (b"GET /%s HTTP/1.1\r\nhost: a\r\n\r\n" % (b"a" * 20_000), b"431 Request Header", "at most 16384"),
         (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n", b"501 Not Implemented", "chunked"),
         # The application waits for the body.
         (b"POST /wait HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"400 Bad Request", "chunk"),
@@ -204,8 +206,24 @@ async def test_what_is_no_http_is_refused_in_the_form_of_every_refusal(sent: byt
         assert b"content-type: application/json" in lines and b"connection: close" in lines
         error = json.loads(body)["error"]
         assert error["type"] == "invalid_request_error" and error["param"] is None
-        assert error["message"].startswith("the request is not valid HTTP/1.1: ") and said in error["message"]
+        assert error["message"].startswith(("the request is not valid HTTP/1.1: ", "the head of the request has "))
+        assert said in error["message"]
         await port.until(0, 0)
+
+
+@pytest.mark.parametrize("target", [b"http://a/wait", b"HTTPS://a:1/wait?x=1", b"/wait"])
+async def test_a_target_may_be_a_whole_url(target: bytes) -> None:
+    """Everything but `/wait` is answered at once."""
+    async with listening(4) as port:
+        await port.open(b"GET %s HTTP/1.1\r\nhost: a\r\n\r\n" % target)
+        await port.until(1, 1)
+
+
+async def test_a_whole_url_without_a_path_is_the_root() -> None:
+    async with listening(4) as port:
+        reader = await port.open(b"GET http://a HTTP/1.1\r\nhost: a\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
 
 
 async def test_a_request_that_runs_has_no_time_limit_here() -> None:

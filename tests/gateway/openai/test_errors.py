@@ -86,6 +86,7 @@ def test_a_field_that_is_not_served_is_refused_by_name(served: Served, field: st
         ("messages[0]", {"messages": [{"role": "user"}]}),
         ("seed", {"seed": 2**64}),
         ("temperature", {"temperature": -1}),
+        ("n", {"n": 100}),
         ("stop", {"stop": ["a"] * 17}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"messages": 1}}),
         ("max_tokens", {"max_tokens": 0}),
@@ -106,6 +107,10 @@ def test_a_part_of_a_field_is_named_with_its_place(served: Served, field: str, e
         ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: is 0"),
         ("/v1/completions", {"prompt": [1, 99999]}, "prompt", "prompt[1]: 99999"),
         ("/v1/completions", {"prompt": "x", "best_of": 2, "n": 3}, "best_of", "best_of: is 2"),
+        ("/v1/completions", {"prompt": "x", "n": 100}, "n", "n: 100 sequences"),
+        ("/v1/completions", {"prompt": "x", "best_of": 100}, "best_of", "best_of: 100 sequences"),
+        ("/v1/completions", {"prompt": "x", "priority": 101}, "priority", "priority: is 101; give a value from -100"),
+        ("/v1/embeddings", {"input": "x", "priority": -101}, "priority", "priority: is -101; give a value from -100"),
         ("/v1/embeddings", {"input": [[1, 99999]]}, "input", "input[0].token_ids.ids[1]: 99999"),
     ],
 )
@@ -146,6 +151,7 @@ def test_neutral_values_are_accepted(served: Served) -> None:
         "tool_choice": "auto",
         "stop": None,
         "top_k": -1,
+        "a_field_of_the_future": None,
     }
     reply = served.api.chat.completions.create(model="legal", messages=MESSAGES, max_tokens=1, extra_body=neutral)
     assert reply.choices[0].finish_reason

@@ -49,6 +49,7 @@ def constraint(**fields: Any) -> Any:
         ({"structured_outputs": {"json": SCHEMA}}, JsonSchema(SCHEMA)),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, JsonSchema(json.dumps(SCHEMA))),
         ({"structured_outputs": {"json_object": True, "regex": None}}, JsonObject()),
+        ({"structured_outputs": {"json_object": True, "whitespace_pattern": None}}, JsonObject()),
         ({"structured_outputs": {"regex": "[ab]+"}}, Regex("[ab]+")),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, Choices(["yes", "no"])),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Lark('start: "a"')),

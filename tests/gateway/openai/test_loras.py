@@ -67,7 +67,7 @@ def test_an_adapter_is_loaded_from_a_root_and_unloaded(locked: Locked) -> None:
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'legal' added successfully.")
     assert "legal" in locked.models(locked.writer)
     assert "legal" not in locked.models(locked.reader), "it is another tenant's"
-    again = locked.post(LOAD, body, locked.writer)
+    again = locked.post(LOAD, {**body, "load_inplace": None}, locked.writer)
     assert again.status_code == 400 and again.json()["error"]["param"] == "lora_name"
     assert locked.post(LOAD, {**body, "load_inplace": True}, locked.writer).status_code == 200
     assert locked.post(UNLOAD, {"lora_name": "legal"}, locked.reader).status_code in (403, 404)
