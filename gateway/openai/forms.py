@@ -182,10 +182,7 @@ class Reading:
 
     def _teach(self, reply: Reply, way: _Way) -> None:
         if (form := way.form) is not None:
-            only_first = self._body.parallel_tool_calls is False
-            reply.read_with(
-                lambda: Turn(self._parser(form), only_first_call=only_first, is_named=self._choice.is_named)
-            )
+            reply.read_with(lambda: Turn(self._parser(form), is_named=self._choice.is_named))
 
     def _wanted(self, form: ResponseForm | None) -> ResponseForm | None:
         if form is None:
@@ -198,11 +195,13 @@ class Reading:
         return dataclasses.replace(form, template=dataclasses.replace(form.template, fields=fields))
 
     def _parser(self, form: ResponseForm) -> ResponseParser:
+        only_first = self._body.parallel_tool_calls is False
+        if not self._body.continue_final_message and self._body.add_generation_prompt is not False:
+            return form.parser(only_first_call=only_first)
+        parser = ResponseParser(form.template, only_first_call=only_first)
         if self._body.continue_final_message:
-            parser = ResponseParser(form.template)
             parser.skip(_text(self._body.messages[-1].get("content")))
-            return parser
-        return ResponseParser(form.template) if self._body.add_generation_prompt is False else form.parser()
+        return parser
 
 
 def _constraint(

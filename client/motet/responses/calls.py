@@ -28,10 +28,15 @@ class CallCounter:
 
     new_id: Callable[[], str]
     count: int = 0
+    num_complete: int = 0
 
     def start(self, name: str) -> CallStart:
         self.count += 1
         return CallStart(self.count - 1, self.new_id(), name)
+
+    def complete(self, index: int) -> CallEnd:
+        self.num_complete += 1
+        return CallEnd(index, is_complete=True)
 
 
 class CallReader(Protocol):
@@ -213,7 +218,7 @@ class JsonCallReader:
 
     def _end(self, events: list[Event]) -> None:
         assert self._index is not None
-        events.append(CallEnd(self._index, is_complete=True))
+        events.append(self._calls.complete(self._index))
         self._reset()
 
 

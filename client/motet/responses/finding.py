@@ -55,9 +55,12 @@ class ResponseForm:
     adapter_digest: str = ""  # of the version; empty for the base model
     mark_tokens: Mapping[str, int] = field(default_factory=dict)  # ids of what is one token, by text, within marks
 
-    def parser(self) -> ResponseParser:
-        """Reads one completion of a conversation that the chat template ended with its generation prompt."""
-        return ResponseParser(self.template, prefix=self.generation_prompt)
+    def parser(self, *, only_first_call: bool = False) -> ResponseParser:
+        """Reads one completion of a conversation that the chat template ended with its generation prompt.
+
+        `only_first_call`: what is called behind a complete call is left out.
+        """
+        return ResponseParser(self.template, prefix=self.generation_prompt, only_first_call=only_first_call)
 
 
 def find_form(

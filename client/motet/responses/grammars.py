@@ -2,8 +2,8 @@
 
 The text of such a completion is read as calls of the tools given, with arguments that are valid under their schemas, or
 as content that follows the constraint. One case is not excluded: a text among the arguments that has the mark of the
-call's end in it, where the parser, like transformers', ends the call. Pure, as the parser is; give the result to generate() as
-`constraint=Lark(...)`.
+call's end in it, where the parser, like transformers', ends the call. Pure, as the parser is; give the result to
+generate() as `constraint=Lark(...)`.
 """
 
 from __future__ import annotations

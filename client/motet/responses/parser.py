@@ -1,8 +1,9 @@
 """Reads a completion while it is generated: content, reasoning and tool calls as events, however the text is cut.
 
 Nothing raises, and nothing is lost: text with a malformed call comes out as content. There is one exception: where the
-completion ends within a call whose name was reported, the keys, punctuation and marks of its rest are left out, and so is
-a value of Python that is not whole and no text. Time is linear in the text. What is held back is bounded (MAX_MARK_CHARS, MAX_HELD_CHARS, MAX_SPACE_CHARS).
+completion ends within a call whose name was reported, the keys, punctuation and marks of its rest are left out, and so
+is a value of Python that is not whole and no text. Time is linear in the text. What is held back is bounded
+(MAX_MARK_CHARS, MAX_HELD_CHARS, MAX_SPACE_CHARS).
 """
 
 from __future__ import annotations
@@ -63,9 +64,20 @@ class _Channel:
 class ResponseParser:
     """Parses the text of one completion."""
 
-    def __init__(self, template: ResponseTemplate, *, prefix: str = "", new_id: Callable[[], str] = _new_id) -> None:
-        """`prefix`: the prompt. What it has of the completion, such as a mark, is read without events."""
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        *,
+        prefix: str = "",
+        only_first_call: bool = False,
+        new_id: Callable[[], str] = _new_id,
+    ) -> None:
+        """`prefix`: the prompt. What it has of the completion, such as a mark, is read without events.
+
+        `only_first_call`: of the fields with calls, nothing is reported behind a complete call.
+        """
         self._template = template
+        self._only_first_call = only_first_call
         self._content, self._reasoning = _Channel(Content), _Channel(Reasoning)
         self._calls = CallCounter(new_id)
         self._buffer = ""  # what is not read yet
@@ -93,7 +105,7 @@ class ResponseParser:
         for start in range(0, len(text), _PART_CHARS):
             self._buffer += text[start : start + _PART_CHARS]
             self._process(events, at_end=False)
-        return events
+        return self._wanted(events)
 
     def finish(self) -> list[Event]:
         """What the end of the completion reports."""
@@ -102,7 +114,12 @@ class ResponseParser:
             self._is_over = True
             self._process(events, at_end=True)
             self._close_calls("", events)
-        return events
+        return self._wanted(events)
+
+    def _wanted(self, events: list[Event]) -> list[Event]:
+        if not self._only_first_call:
+            return events
+        return [event for event in events if isinstance(event, Content | Reasoning) or not event.index]
 
     def _enter(self, match: tuple[Field, str, str | None] | None, position: int, *, is_beginning: bool = False) -> None:
         """Begin a field after its opening mark, or for None go back to the text outside of all fields."""
@@ -201,7 +218,7 @@ class ResponseParser:
                 self._channel(self._field).write(text, events)
             return len(text)
         if self._is_broken:
-            self._content.write(text, events)
+            self._write_back(text, events)
             return len(text)
         return self._read_calls(self._reader, text, events)
 
@@ -230,7 +247,7 @@ class ResponseParser:
         if self._has_ended(reader):
             return num_read
         if self._is_broken:
-            self._content.write(text[num_read:], events)
+            self._write_back(text[num_read:], events)
         else:
             self._unreported.append(text[num_read:])
         return len(text)
@@ -239,8 +256,13 @@ class ResponseParser:
         """The text is not a call: what no event has reported is content."""
         self._is_broken = True
         reader.abandon(events)
-        self._content.write("".join(self._unreported), events)
+        self._write_back("".join(self._unreported), events)
         self._unreported = []
+
+    def _write_back(self, text: str, events: list[Event]) -> None:
+        """Text of a field with calls is content."""
+        if not (self._only_first_call and self._calls.num_complete):
+            self._content.write(text, events)
 
     def _close_calls(self, mark: str, events: list[Event]) -> None:
         """The field is over: by its closing mark, or with the completion."""
@@ -253,7 +275,7 @@ class ResponseParser:
             except MalformedError:
                 self._cut(reader, events) if not mark else self._give_back(reader, events)
         if self._is_broken:
-            self._content.write(mark, events)
+            self._write_back(mark, events)
         self._reader = None
 
     def _cut(self, reader: CallReader, events: list[Event]) -> None:

@@ -158,7 +158,7 @@ class PythonicCallReader:
     def _end_call(self, events: list[Event]) -> None:
         assert self._index is not None
         events.append(CallArguments(self._index, "}" if self._keywords else "{}"))
-        events.append(CallEnd(self._index, is_complete=True))
+        events.append(self._calls.complete(self._index))
         self._index, self._state = None, "call"
         self._num_calls += 1
 

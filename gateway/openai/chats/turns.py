@@ -11,17 +11,16 @@ from motet.responses import CallArguments, CallEnd, CallStart, Content, Event, R
 
 
 class Turn:
-    """Reads one completion. With `only_first_call`, calls after the first one are left out.
+    """Reads one completion.
 
     `is_named`: the request names the function to call; such a call is not a reason why the completion ends.
     """
 
-    def __init__(self, parser: ResponseParser, *, only_first_call: bool = False, is_named: bool = False) -> None:
+    def __init__(self, parser: ResponseParser, *, is_named: bool = False) -> None:
         self.ends_with_calls = False  # at least one that is complete
         self.broken: set[str] = set()  # ids of calls that broke off
         self._is_named = is_named
         self._parser = parser
-        self._only_first_call = only_first_call
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
@@ -53,8 +52,6 @@ class Turn:
         if isinstance(event, Reasoning):
             self._reasoning.append(event.text)
             return {"reasoning_content": event.text}
-        if event.index and self._only_first_call:
-            return None
         call: dict[str, Any]
         match event:
             case CallStart(index, call_id, name):

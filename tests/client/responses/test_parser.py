@@ -178,6 +178,30 @@ def test_what_came_of_a_cut_call_is_kept(name: str, text: str, content: str, cal
         assert (found["content"], [(call[1], call[2]) for call in found["calls"]]) == (content, calls)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", 'So: <tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call> x'),
+        ("hermes", 'So: <tool_call>{"name": "f"}</tool_call><tool_call>no call</tool_call> x'),
+        ("mistral", 'So: [TOOL_CALLS][{"name": "f"}, {"name": "g", "arguments": {"a": "b"}}]'),
+        ("mistral", 'So: [TOOL_CALLS][{"name": "f"}, {"arguments": {"a": "b"}, "name": "g"}]'),
+        ("pythonic", "[f(), g(a=1)]"),
+    ],
+)
+def test_nothing_is_left_of_calls_behind_the_first_one_where_they_are_not_wanted(name: str, text: str) -> None:
+    content = "" if name == "pythonic" else "So:"
+    for end in range(len(text) + 1):
+        for pieces in ([text[:end]], text[:end]):
+            parser = ResponseParser(load_template(dict(BUNDLED[name])), only_first_call=True, new_id=lambda: "id")
+            found = summary([event for piece in pieces for event in parser.push(piece)] + parser.finish())
+            if any(call[3] for call in found["calls"]):
+                assert [call[1] for call in found["calls"]] == ["f"]
+                rest = " x" if text[:end].endswith(" x") else ""
+                if (mark := text.rfind("<tool_call>")) < end < mark + len("<tool_call>"):
+                    rest = text[mark:end]  # it may go on in other ways
+                assert found["content"] == content + rest
+
+
 def test_text_after_a_closing_mark_that_could_be_longer_is_kept() -> None:
     template = dict(BUNDLED["hermes"])
     fields = {**template["fields"]}
