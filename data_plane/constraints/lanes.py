@@ -133,9 +133,10 @@ class _Thread:
 
     def taken_s(self) -> float:
         """CPU time since `begin`; 0 before it."""
-        if self._task is None:
+        task = self._task
+        if task is None:
             return 0.0
-        ids, began_s, _ = self._task
+        ids, began_s, _ = task
         return max(sum(map(cpu_s, ids)) - began_s, 0.0)
 
     def task_s(self) -> float:

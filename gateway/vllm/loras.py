@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from motet import Adapter, AsyncClient, InvalidArgument, NotFound
+from motet import Adapter, AsyncClient, InvalidArgument, NotFound, PermissionDenied
 
 from contract.ids import ADAPTER_ID_FORM, is_adapter_id
 from gateway.openai.errors import FieldRefusal, refused, unknown_model
@@ -38,7 +38,7 @@ async def load(body: LoadBody, client: AsyncClient, timeout_s: float) -> str:
         if getattr(body, name) is not None:
             raise refused(name, "is not served; leave it out")
     _check_name(body.lora_name)
-    if not body.load_inplace and await _found(body.lora_name, client) is not None:
+    if not body.load_inplace and await _is_registered(body.lora_name, client):
         raise FieldRefusal(
             f"lora_name: {body.lora_name} is registered; give load_inplace for a new version", param="lora_name"
         )
@@ -68,6 +68,13 @@ def _of_path(error: InvalidArgument) -> FieldRefusal:
 def _check_name(name: str) -> None:
     if not is_adapter_id(name):
         raise refused("lora_name", f"is not a valid adapter id: {ADAPTER_ID_FORM}")
+
+
+async def _is_registered(name: str, client: AsyncClient) -> bool:
+    try:
+        return await _found(name, client) is not None
+    except PermissionDenied:
+        return False  # who may not read may not register either, and that refusal names the role
 
 
 async def _found(name: str, client: AsyncClient) -> Adapter | None:

@@ -55,7 +55,7 @@ class CallReader(Protocol):
     def cut(self, events: list[Event]) -> None:
         """The completion ends here: report what came of the call that began. Raises MalformedError if it has no name.
 
-        What is held and no value that can be reported, such as a key, is lost.
+        A key is lost, and so is a value that cannot be reported in part.
         """
 
     def abandon(self, events: list[Event]) -> None:

@@ -78,7 +78,7 @@ def field_of(param: str) -> str:
     """What the request calls a field of the chat that it became."""
     head = param.partition("[")[0].partition(".")[0]
     if head == "tools":
-        return param.replace(".function", "", 1)
+        return param.replace(".function.", ".", 1)
     return _FIELDS.get(head, param)
 
 

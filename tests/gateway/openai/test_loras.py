@@ -23,12 +23,13 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class Locked:
-    """A system with keys, of one who may write adapters and of one who may not, and a root `team` with `legal`."""
+    """A system with keys, of one who may write adapters and of two who may not, and a root `team` with `legal`."""
 
-    def __init__(self, gateway: Gateway, writer: str, reader: str) -> None:
+    def __init__(self, gateway: Gateway, writer: str, reader: str, user: str) -> None:
         self.gateway = gateway
         self.writer = writer
         self.reader = reader
+        self.user = user  # may generate only
 
     def post(self, path: str, body: dict[str, Any], key: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -44,21 +45,30 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
     directory = tmp_path_factory.mktemp("loras")
     checkpoint = make_checkpoint(directory / "model", arch="llama")
     make_adapter(directory / "root" / "legal", checkpoint, rank=4, targets=["q_proj"], seed=1)
-    (writer, key), (reader, lesser) = (
+    (writer, key), (reader, lesser), (user, least) = (
         new_key(set(), Grant(tenants=(tenant,), roles=roles, adapters=("*",)))
         for tenant, roles in (
             ("acme", (Role.ADMIN, Role.INFER, Role.ADAPTERS_READ, Role.ADAPTERS_WRITE)),
             ("other", (Role.INFER, Role.ADAPTERS_READ)),
+            ("third", (Role.INFER,)),
         )
     )
-    change_keys(directory / "keys.json", lambda _: (writer, reader), may_create=True)
+    change_keys(directory / "keys.json", lambda _: (writer, reader, user), may_create=True)
     SCAN.plant("a key", key)
     SCAN.plant("another key", lesser)
+    SCAN.plant("a third key", least)
     flags = ["--api-keys", str(directory / "keys.json"), "--adapter-root", f"team={directory / 'root'}"]
     with System(checkpoint, directory, control_flags=flags) as system:
         system.start_hash_worker()
         with Gateway(system.address, directory, ["--server-absence-s", "2"]) as gateway:
-            yield Locked(gateway, key, lesser)
+            yield Locked(gateway, key, lesser, least)
+
+
+@pytest.mark.parametrize("may_read", [True, False])
+def test_who_may_not_load_reads_which_role_is_needed(locked: Locked, may_read: bool) -> None:
+    body = {"lora_name": "legal", "lora_path": "team/legal"}
+    refused = locked.post(LOAD, body, locked.reader if may_read else locked.user)
+    assert refused.status_code == 403 and "'admin'" in refused.json()["error"]["message"]
 
 
 def test_an_adapter_is_loaded_from_a_root_and_unloaded(locked: Locked) -> None:
