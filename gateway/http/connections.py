@@ -247,7 +247,7 @@ def _in_origin_form(scope: Scope) -> Scope:
     found = _ABSOLUTE.match(scope["raw_path"])
     if found is None:
         return scope
-    path = scope["raw_path"][found.end() :] or b"/"
+    path = scope["raw_path"][found.end() :].partition(b"#")[0] or b"/"
     return {**scope, "raw_path": path, "path": unquote(path.decode("ascii"))}
 
 

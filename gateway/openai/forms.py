@@ -25,7 +25,7 @@ from gateway.http.errors import Refusal
 from gateway.http.keys import current_owner
 from gateway.openai.chats.tool_choice import ToolChoice, grammar_of, grammar_of_content, refusal_of_grammar
 from gateway.openai.chats.turns import Turn
-from gateway.openai.errors import refused
+from gateway.openai.errors import FieldRefusal, refused
 from gateway.openai.formats import field_of_constraint
 from gateway.openai.messages import ChatBody
 from gateway.openai.models import KEPT_S, Source
@@ -126,7 +126,8 @@ class Reading:
 
         `begin` makes the generation, with these options beside the request's own. If the version that responds turns
         out to need others (a canary, or one that became active a moment ago), it is made again, for this version: none
-        of it was seen yet. Raises Refusal, MotetError.
+        of it was seen yet. If the grammar is refused, it is made again for the active version. Raises Refusal,
+        MotetError.
         """
         try:
             way = await self._way(self._source, client)
@@ -141,21 +142,26 @@ class Reading:
     ) -> AsyncGenerator[tuple[int, Chunk, str], None]:
         source = self._source
         while True:
-            other = None
-            async with contextlib.aclosing(self._chunks_of(source, way, begin)) as chunks:
-                has_begun = False
-                async for item in chunks:
-                    if not has_begun:
-                        has_begun = True
-                        digest = item[1].adapter_digest
-                        other = way if digest == way.digest else await self._way(self._version(digest), client)
-                        if other.options != way.options:
-                            break
-                        self._teach(reply, other)
-                    yield item
-                else:
-                    return
-            assert other is not None
+            other, has_begun = way, False
+            try:
+                async with contextlib.aclosing(self._chunks_of(source, way, begin)) as chunks:
+                    async for item in chunks:
+                        if not has_begun:
+                            has_begun = True
+                            digest = item[1].adapter_digest
+                            other = way if digest == way.digest else await self._way(self._version(digest), client)
+                            if other.options != way.options:
+                                break
+                            self._teach(reply, other)
+                        yield item
+                    else:
+                        return
+            except FieldRefusal:
+                if has_begun or source is not self._source or source.digest or not way.digest:
+                    raise
+                # By a version that has other tokens, perhaps: a canary, or one that became active a moment ago.
+                self._forms.forget(source)
+                other = await self._way(source, client)
             source, way = self._version(other.digest), other
 
     async def _chunks_of(self, source: Source, way: _Way, begin: Begin) -> AsyncGenerator[tuple[int, Chunk, str], None]:

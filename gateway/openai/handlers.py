@@ -17,6 +17,7 @@ from gateway.openai.errors import error_body, refusal_of, renamed, undecodable
 from gateway.openai.responses import ClientGone
 
 T = TypeVar("T")
+MAX_FOR_NULLS = 512 << 10  # bytes of a body in which fields that are not known may be null: 75 ms of fields at most
 
 
 async def decoded(bodies: Bodies, request: Request, kind: type[T]) -> T:
@@ -26,7 +27,7 @@ async def decoded(bodies: Bodies, request: Request, kind: type[T]) -> T:
         try:
             return decoded_as(data, kind)
         except ValueError as error:
-            if not str(error).startswith("Object contains unknown field"):
+            if not str(error).startswith("Object contains unknown field") or len(data) > MAX_FOR_NULLS:
                 raise
             return decoded_as(_without_nulls(data), kind)
     except ValueError as error:
@@ -35,7 +36,7 @@ async def decoded(bodies: Bodies, request: Request, kind: type[T]) -> T:
 
 def _without_nulls(data: bytes) -> bytes:
     """The body without the fields that are null: they count as left out, also where they are not known."""
-    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    fields = decoded_as(data, dict[str, msgspec.Raw])
     return msgspec.json.encode({name: value for name, value in fields.items() if bytes(value) != b"null"})
 
 

@@ -18,7 +18,7 @@ from motet.responses.templates import CallForm
 
 MAX_NAME_CHARS = 256
 _SPACE = " \t\n\r"  # what JSON has between its parts
-_HALF_PAIR = re.compile("[\ud800-\udbff]$")  # of which the other half may follow
+_HALF_PAIR = re.compile("[\ud800-\udbff]\\Z")  # of which the other half may follow
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, by an escape: no text in UTF-8 has it
 
 
@@ -28,14 +28,15 @@ class CallCounter:
 
     new_id: Callable[[], str]
     count: int = 0
-    num_complete: int = 0
+    first_complete: int | None = None  # number of the first call that is complete
 
     def start(self, name: str) -> CallStart:
         self.count += 1
         return CallStart(self.count - 1, self.new_id(), name)
 
     def complete(self, index: int) -> CallEnd:
-        self.num_complete += 1
+        if self.first_complete is None:
+            self.first_complete = index
         return CallEnd(index, is_complete=True)
 
 

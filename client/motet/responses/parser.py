@@ -117,9 +117,10 @@ class ResponseParser:
         return self._wanted(events)
 
     def _wanted(self, events: list[Event]) -> list[Event]:
-        if not self._only_first_call:
+        last = self._calls.first_complete
+        if not self._only_first_call or last is None:
             return events
-        return [event for event in events if isinstance(event, Content | Reasoning) or not event.index]
+        return [event for event in events if isinstance(event, Content | Reasoning) or event.index <= last]
 
     def _enter(self, match: tuple[Field, str, str | None] | None, position: int, *, is_beginning: bool = False) -> None:
         """Begin a field after its opening mark, or for None go back to the text outside of all fields."""
@@ -261,7 +262,7 @@ class ResponseParser:
 
     def _write_back(self, text: str, events: list[Event]) -> None:
         """Text of a field with calls is content."""
-        if not (self._only_first_call and self._calls.num_complete):
+        if not (self._only_first_call and self._calls.first_complete is not None):
             self._content.write(text, events)
 
     def _close_calls(self, mark: str, events: list[Event]) -> None:

@@ -13,8 +13,10 @@ from motet.responses.json_pieces import MalformedError
 
 _MAX_DEPTH = 32
 _MAX_VALUE_CHARS = 1 << 16
-_MAX_ESCAPE_CHARS = 10  # but for names of characters
-_CUT_OCTAL = re.compile(r"\\[0-7]{1,2}$")  # to which further digits may belong
+# An escape at the end that may go on, behind pairs of backslashes.
+_CUT_ESCAPE = re.compile(
+    r"(?<!\\)((?:\\\\)*)\\(?:[0-7]{1,2}|x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|N(?:\{[^}]*)?)?\Z"
+)
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 _KEYWORD = re.compile(r"[A-Za-z_]\w*")
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
@@ -139,18 +141,11 @@ class PythonicCallReader:
             self._end_call(events)
 
     def _cut_string(self) -> str:
-        """What came of a value that is a text; empty for other values."""
+        """What came of a value that is a text; empty for other values. Raises MalformedError."""
         if not self._quote or self._nesting:
             return ""
-        held = _CUT_OCTAL.sub("", "".join(self._held))
-        for num_broken in range(min(_MAX_ESCAPE_CHARS, len(held) - 1) + 1):  # it may end within an escape
-            try:
-                value = json.loads(_as_json(held[: len(held) - num_broken] + self._quote))
-            except MalformedError:
-                continue
-            if isinstance(value, str):
-                return f"{self._before_value()}{json.dumps(value)[:-1]}"
-        return ""
+        value = json.loads(_as_json(_CUT_ESCAPE.sub(r"\1", "".join(self._held)) + self._quote))
+        return f"{self._before_value()}{json.dumps(value)[:-1]}" if isinstance(value, str) else ""
 
     def _before_value(self) -> str:
         return f"{', ' if self._keywords else '{'}{json.dumps(self._keyword)}: "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import msgspec
 
 from gateway.openai.errors import refused
 from gateway.openai.items.messages import ResponsesBody
@@ -144,7 +143,7 @@ def _text(item: Mapping[str, Any], name: str, place: str) -> str:
 def _arguments(item: Mapping[str, Any], place: str) -> str:
     text = _text(item, "arguments", place)
     try:
-        msgspec.json.decode(text.strip() or "{}")
+        json.loads(text.strip() or "{}")
     except (ValueError, RecursionError) as error:
         raise refused(f"{place}.arguments", f"is not JSON: {error}") from error
     return text

@@ -167,6 +167,11 @@ def test_what_is_left_of_a_call_that_the_end_cuts_is_no_content(name: str, text:
         ("mistral-args", "[TOOL_CALLS]f[ARGS] ", "", [("f", "")]),
         ("mistral-args", "[TOOL_CALLS]f[AR", "[TOOL_CALLS]f[AR", []),
         ("pythonic", '[f(a="a long te', "", [("f", '{"a": "a long te')]),
+        ("pythonic", r'[f(p="C:\\12', "", [("f", r'{"p": "C:\\12')]),
+        ("pythonic", r'[f(p="C:\1', "", [("f", '{"p": "C:')]),
+        ("pythonic", r'[f(p="a \N{LATIN SMALL LETTER', "", [("f", '{"p": "a ')]),
+        ("pythonic", '[f(p="""abc', 'p="""abc', [("f", "")]),
+        ("pythonic", '[f(p="a\nb', 'p="a\nb', [("f", "")]),
         ("pythonic", "[f(a=1, b=[1, 2", "", [("f", '{"a": 1')]),
         ("pythonic", "[f(), ", "", [("f", "{}")]),
         ("pythonic", "[f(), g", ", g", [("f", "{}")]),
@@ -200,6 +205,13 @@ def test_nothing_is_left_of_calls_behind_the_first_one_where_they_are_not_wanted
                 if (mark := text.rfind("<tool_call>")) < end < mark + len("<tool_call>"):
                     rest = text[mark:end]  # it may go on in other ways
                 assert found["content"] == content + rest
+
+
+def test_a_complete_call_behind_one_that_broke_off_is_the_first() -> None:
+    text = '<tool_call>{"name":"f","arguments":{"a":1 x}}</tool_call>' + 2 * '<tool_call>{"name":"g"}</tool_call>'
+    parser = ResponseParser(load_template(dict(BUNDLED["hermes"])), only_first_call=True, new_id=lambda: "id")
+    found = summary(parser.push(text) + parser.finish())
+    assert [(call[1], call[3]) for call in found["calls"]] == [("f", False), ("g", True)]
 
 
 def test_text_after_a_closing_mark_that_could_be_longer_is_kept() -> None:

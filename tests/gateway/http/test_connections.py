@@ -211,7 +211,7 @@ async def test_what_is_no_http_is_refused_in_the_form_of_every_refusal(sent: byt
         await port.until(0, 0)
 
 
-@pytest.mark.parametrize("target", [b"http://a/wait", b"HTTPS://a:1/wait?x=1", b"/wait"])
+@pytest.mark.parametrize("target", [b"http://a/wait", b"HTTPS://a:1/wait?x=1", b"http://a/wait#b", b"/wait"])
 async def test_a_target_may_be_a_whole_url(target: bytes) -> None:
     """Everything but `/wait` is answered at once."""
     async with listening(4) as port:

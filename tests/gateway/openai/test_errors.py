@@ -131,6 +131,12 @@ def test_a_slash_too_many_is_404_and_no_redirect(served: Served, path: str) -> N
     assert response.status_code == 404 and "location" not in response.headers
 
 
+def test_what_is_wrong_behind_a_field_that_is_not_known_is_refused_too(served: Served) -> None:
+    for body in (b'{"wrong": 1, "z": ' + b"[" * 3000 + b"]" * 3000 + b"}", b'{"wrong": null, "z": "\xff"}'):
+        response = httpx.post(f"{served.gateway.url}/v1/chat/completions", content=body, timeout=WAIT_S)
+        assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+
+
 def test_a_negative_seed_is_a_seed_of_its_own(served: Served) -> None:
     texts = [
         served.api.completions.create(model="legal", prompt=PROMPT, seed=seed, max_tokens=8).choices[0].text
