@@ -85,7 +85,7 @@ class Forms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _VersionForm:
     """How the completions of a request are made and read where one version responds."""
 
     digest: str  # of the version; empty for the base model
@@ -103,7 +103,8 @@ class _Way:
         return options
 
 
-Begin = Callable[[Source, GenerateOptions], AsyncGenerator[tuple[int, Chunk, str], None]]
+Item = tuple[int, Chunk, str]  # as chunks_of has it
+Begin = Callable[[Source, GenerateOptions], AsyncGenerator[Item, None]]
 
 
 class Reading:
@@ -119,9 +120,7 @@ class Reading:
         self._forms = forms
         self._content = constraint
 
-    async def chunks(
-        self, reply: Reply, begin: Begin, client: AsyncClient
-    ) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+    async def chunks(self, reply: Reply, begin: Begin, client: AsyncClient) -> AsyncGenerator[Item, None]:
         """Those of the generation, none of which is there yet. Before the first one, `reply` learns how they are read.
 
         `begin` makes the generation, with these options beside the request's own. If the version that responds turns
@@ -130,65 +129,76 @@ class Reading:
         MotetError.
         """
         try:
-            way = await self._way(self._source, client)
+            current = await self._version_form(self._source, client)
         except (Refusal, NotFound):
             if not self._forms.forget(self._source):
                 raise
-            way = await self._way(self._source, client)  # another version may be active now
-        return self._chunks(way, reply, begin, client)
+            current = await self._version_form(self._source, client)  # another version may be active now
+        return self._chunks(current, reply, begin, client)
 
     async def _chunks(
-        self, way: _Way, reply: Reply, begin: Begin, client: AsyncClient
-    ) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+        self, current: _VersionForm, reply: Reply, begin: Begin, client: AsyncClient
+    ) -> AsyncGenerator[Item, None]:
         source = self._source
         while True:
-            other, has_begun = way, False
-            try:
-                async with contextlib.aclosing(self._chunks_of(source, way, begin)) as chunks:
-                    async for item in chunks:
-                        if not has_begun:
-                            has_begun = True
-                            digest = item[1].adapter_digest
-                            other = way if digest == way.digest else await self._way(self._version(digest), client)
-                            if other.options != way.options:
-                                break
-                            self._teach(reply, other)
+            async with contextlib.aclosing(self._chunks_of(source, current, begin)) as chunks:
+                first, other = await self._first(chunks, source, current, reply, client)
+                if other is None:
+                    for item in first:
                         yield item
-                    else:
-                        return
-            except FieldRefusal:
-                if has_begun or source is not self._source or source.digest or not way.digest:
-                    raise
-                # By a version that has other tokens, perhaps: a canary, or one that became active a moment ago.
-                self._forms.forget(source)
-                other = await self._way(source, client)
-            source, way = self._version(other.digest), other
+                    async for item in chunks:
+                        yield item
+                    return
+            source, current = self._version(other.digest), other
 
-    async def _chunks_of(self, source: Source, way: _Way, begin: Begin) -> AsyncGenerator[tuple[int, Chunk, str], None]:
+    async def _first(
+        self,
+        chunks: AsyncGenerator[Item, None],
+        source: Source,
+        current: _VersionForm,
+        reply: Reply,
+        client: AsyncClient,
+    ) -> tuple[list[Item], _VersionForm | None]:
+        """The first chunk; or none, and the version for which the generation has to begin again."""
+        try:
+            item = await anext(chunks, None)
+        except FieldRefusal:
+            if source is not self._source or source.digest or not current.digest:
+                raise
+            # By a version that has other tokens, perhaps: a canary, or one that became active a moment ago.
+            self._forms.forget(source)
+            return [], await self._version_form(source, client)
+        if item is None:
+            return [], None
+        digest = item[1].adapter_digest
+        found = current if digest == current.digest else await self._version_form(self._version(digest), client)
+        if found.options != current.options:
+            return [], found
+        if (form := found.form) is not None:
+            reply.read_with(lambda: Turn(self._parser(form), is_named=self._choice.is_named))
+        return [item], None
+
+    async def _chunks_of(self, source: Source, current: _VersionForm, begin: Begin) -> AsyncGenerator[Item, None]:
         """Those of one generation. Raises Refusal about the request's own fields, MotetError."""
         try:
-            async with contextlib.aclosing(begin(source, way.options)) as chunks:
+            async with contextlib.aclosing(begin(source, current.options)) as chunks:
                 async for item in chunks:
                     yield item
         except InvalidArgument as error:
             is_ours = any(violation.field.startswith("constraint") for violation in error.field_violations)
-            if way.constraint is None or not is_ours:
+            if current.constraint is None or not is_ours:
                 raise
-            grammar, tools = way.constraint.grammar, self._body.tools or ()
+            grammar, tools = current.constraint.grammar, self._body.tools or ()
             is_content = self._content is not None and not self._choice.is_required
             field = field_of_constraint(self._body) if is_content else "tools"
             raise refusal_of_grammar(error.message, grammar, self._choice, tools, field) from error
 
-    async def _way(self, source: Source, client: AsyncClient) -> _Way:
+    async def _version_form(self, source: Source, client: AsyncClient) -> _VersionForm:
         form, digest = await self._forms.find(source, self._body.chat_template_kwargs or {}, client)
-        return _Way(digest, self._wanted(form), _constraint(self._body, self._choice, form, self._content))
+        return _VersionForm(digest, self._wanted(form), _constraint(self._body, self._choice, form, self._content))
 
     def _version(self, digest: str) -> Source:
         return dataclasses.replace(self._source, adapter=self._source.adapter.partition("@")[0], digest=digest)
-
-    def _teach(self, reply: Reply, way: _Way) -> None:
-        if (form := way.form) is not None:
-            reply.read_with(lambda: Turn(self._parser(form), is_named=self._choice.is_named))
 
     def _wanted(self, form: ResponseForm | None) -> ResponseForm | None:
         if form is None:

@@ -17,21 +17,25 @@ from gateway.openai.errors import error_body, refusal_of, renamed, undecodable
 from gateway.openai.responses import ClientGone
 
 T = TypeVar("T")
-MAX_FOR_NULLS = 512 << 10  # bytes of a body in which fields that are not known may be null: 75 ms of fields at most
+MAX_FOR_NULLS = 512 << 10  # bytes of a body in which fields that are not known may be null: 80 ms of fields at most
 
 
 async def decoded(bodies: Bodies, request: Request, kind: type[T]) -> T:
     """The body as a message. Raises Refusal, with the name of the field."""
     data = await bodies.read(request)
     try:
-        try:
-            return decoded_as(data, kind)
-        except ValueError as error:
-            if not str(error).startswith("Object contains unknown field") or len(data) > MAX_FOR_NULLS:
-                raise
-            return decoded_as(_without_nulls(data), kind)
+        return _decoded(data, kind)
     except ValueError as error:
         raise undecodable(error) from error
+
+
+def _decoded(data: bytes, kind: type[T]) -> T:
+    try:
+        return decoded_as(data, kind)
+    except ValueError as error:
+        if not str(error).startswith("Object contains unknown field") or len(data) > MAX_FOR_NULLS:
+            raise
+        return decoded_as(_without_nulls(data), kind)
 
 
 def _without_nulls(data: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 Nothing raises, and nothing is lost: text with a malformed call comes out as content. There is one exception: where the
 completion ends within a call whose name was reported, the keys, punctuation and marks of its rest are left out, and so
-is a value of Python that is not whole and no text. Time is linear in the text. What is held back is bounded
+is an incomplete value of Python that is not a string. Time is linear in the text. What is held back is bounded
 (MAX_MARK_CHARS, MAX_HELD_CHARS, MAX_SPACE_CHARS).
 """
 

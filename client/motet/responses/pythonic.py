@@ -141,7 +141,7 @@ class PythonicCallReader:
             self._end_call(events)
 
     def _cut_string(self) -> str:
-        """What came of a value that is a text; empty for other values. Raises MalformedError."""
+        """What came of a value that is a string; empty for other values. Raises MalformedError."""
         if not self._quote or self._nesting:
             return ""
         value = json.loads(_as_json(_CUT_ESCAPE.sub(r"\1", "".join(self._held)) + self._quote))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -65,9 +65,13 @@ MALFORMED = [
 ]
 
 
-def read(name: str, pieces: Iterable[str]) -> list[Event]:
+def read(name: str, pieces: Iterable[str], *, only_first_call: bool = False) -> list[Event]:
+    return read_in(BUNDLED[name], pieces, only_first_call=only_first_call)
+
+
+def read_in(template: Mapping[str, Any], pieces: Iterable[str], *, only_first_call: bool = False) -> list[Event]:
     ids = (f"id{number}" for number in itertools.count())
-    parser = ResponseParser(load_template(dict(BUNDLED[name])), new_id=lambda: next(ids))
+    parser = ResponseParser(load_template(dict(template)), only_first_call=only_first_call, new_id=lambda: next(ids))
     return [event for piece in pieces for event in parser.push(piece)] + parser.finish()
 
 
@@ -197,8 +201,7 @@ def test_nothing_is_left_of_calls_behind_the_first_one_where_they_are_not_wanted
     content = "" if name == "pythonic" else "So:"
     for end in range(len(text) + 1):
         for pieces in ([text[:end]], text[:end]):
-            parser = ResponseParser(load_template(dict(BUNDLED[name])), only_first_call=True, new_id=lambda: "id")
-            found = summary([event for piece in pieces for event in parser.push(piece)] + parser.finish())
+            found = summary(read(name, pieces, only_first_call=True))
             if any(call[3] for call in found["calls"]):
                 assert [call[1] for call in found["calls"]] == ["f"]
                 rest = " x" if text[:end].endswith(" x") else ""
@@ -209,24 +212,21 @@ def test_nothing_is_left_of_calls_behind_the_first_one_where_they_are_not_wanted
 
 def test_a_complete_call_behind_one_that_broke_off_is_the_first() -> None:
     text = '<tool_call>{"name":"f","arguments":{"a":1 x}}</tool_call>' + 2 * '<tool_call>{"name":"g"}</tool_call>'
-    parser = ResponseParser(load_template(dict(BUNDLED["hermes"])), only_first_call=True, new_id=lambda: "id")
-    found = summary(parser.push(text) + parser.finish())
+    found = summary(read("hermes", [text], only_first_call=True))
     assert [(call[1], call[3]) for call in found["calls"]] == [("f", False), ("g", True)]
 
 
 def test_text_after_a_closing_mark_that_could_be_longer_is_kept() -> None:
-    template = dict(BUNDLED["hermes"])
-    fields = {**template["fields"]}
-    fields["tool_calls"] = {**fields["tool_calls"], "close_pattern": r"</tool_call>(?:[^<]*<\|im_end\|>)?"}
-    fields["tool_calls"].pop("close", None)
+    fields = dict(BUNDLED["hermes"]["fields"])
+    calls = {name: value for name, value in fields["tool_calls"].items() if name != "close"}
+    fields["tool_calls"] = {**calls, "close_pattern": r"</tool_call>(?:[^<]*<\|im_end\|>)?"}
+    template = {**BUNDLED["hermes"], "fields": fields}
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call> All of it is done.'
     for pieces in cuts(text):
-        parser = ResponseParser(load_template({**template, "fields": fields}))
-        found = summary([event for piece in pieces for event in parser.push(piece)] + parser.finish())
+        found = summary(read_in(template, pieces))
         assert found["content"] == "All of it is done." and found["calls"][0][3]
     for end in range(text.index("</"), text.index("> All")):
-        parser = ResponseParser(load_template({**template, "fields": fields}))
-        found = summary(parser.push(text[:end]) + parser.finish())
+        found = summary(read_in(template, [text[:end]]))
         assert not found["content"] and found["calls"][0][3]
 
 
