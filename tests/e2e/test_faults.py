@@ -288,8 +288,8 @@ def test_a_rolling_upgrade_of_workers_and_control_plane_fails_no_stream(model_di
             system.start_hash_worker(worker_id, WORKER_FLAGS)
         waves = []
         for worker_id in ("w0", "w1"):
-            waves.append(Streams(client, num_requests=12, num_tokens=400))
             system.start_hash_worker(f"{worker_id}-new", WORKER_FLAGS)
+            waves.append(Streams(client, num_requests=12, num_tokens=400))
             wait_for_traffic(client)
             assert system.workers[worker_id].stop(40.0) == 0
         assert sorted(worker.worker_id for worker in client.status().workers) == ["w0-new", "w1-new"]
