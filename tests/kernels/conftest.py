@@ -110,12 +110,39 @@ def patch_once_per_launch() -> None:
 def quicken_interpreter() -> None:
     """Have the interpreter do less for each operation, which halves its time.
 
-    The shape of a tensor, as the language has it, and NumPy's type for a type are computed once and kept. The
-    interpreter also computes whether integers overflow, for an assertion that it makes only with `debug`. `debug` is
-    off, so the computation is turned off as well.
+    A type of blocks is made once, with the shape that it shares with all types of that shape, so that operands of one
+    shape are not compared dimension by dimension. The shape of a tensor, as the language has it, and NumPy's type for a
+    type are computed once and kept. The interpreter also computes whether integers overflow, for an assertion that it
+    makes only with `debug`. `debug` is off, so the computation is turned off as well.
     """
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
+
+    init_block, broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
+    blocks: dict[tuple[str, int | None, tuple[int, ...]], Any] = {}  # by element type, its address space, and shape
+    block_shapes: dict[tuple[int, ...], Any] = {}
+
+    def known_block(cls: Any, element_ty: Any, shape: Any) -> Any:
+        sizes = tuple(core._unwrap_if_constexpr(size) for size in shape)
+        key = element_ty.name, getattr(element_ty, "address_space", None), sizes
+        if key not in blocks:
+            blocks[key] = object.__new__(cls)
+        return blocks[key]
+
+    def init_block_once(self: Any, element_ty: Any, shape: Any) -> None:
+        if not hasattr(self, "shape"):
+            init_block(self, element_ty, shape)
+            self.shape = block_shapes.setdefault(tuple(self.shape), self.shape)
+
+    def broadcast_of_known_shapes(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    core.block_type.__new__ = known_block
+    core.block_type.__init__ = init_block_once
+    TritonSemantic.broadcast_impl_value = broadcast_of_known_shapes
 
     init, get_np_dtype = core.tensor.__init__, interpreter._get_np_dtype
     shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
