@@ -135,8 +135,8 @@ class World:
         logits = self.logits(name, (*prompt, *served.token_ids))[len(prompt) - 1 : -1, :size].double()
         for place, (entry, due) in enumerate(zip(served.logprobs, logits.log_softmax(-1), strict=True)):
             found = torch.full((size,), float("nan"), dtype=torch.float64)
-            for token_id, logprob in entry.top:
-                found[token_id] = logprob
+            token_ids, logprobs = zip(*entry.top, strict=True)
+            found[list(token_ids)] = torch.tensor(logprobs, dtype=torch.float64)
             assert float((found - due).abs().max()) <= TOLERANCE, (name, place)
             top = due.topk(2)
             if float(top.values[0] - top.values[1]) >= MIN_GAP:
