@@ -78,8 +78,9 @@ def _build_and_run(argv: Sequence[str]) -> int:
         logger.info("settings %s", config.describe(only_changed=True))
         logger.debug("all settings %s", config.describe())
         logger.info("importing torch and transformers", extra=shown("importing torch and transformers"))
-        from data_plane.engine.build import build_engine  # torch is imported here and nowhere before
-        from kernels.native import recording
+        with _without_collections():
+            from data_plane.engine.build import build_engine  # torch is imported here and nowhere before
+            from kernels.native import recording
 
         engine = build_engine(config)
         check_engine(engine)
@@ -88,6 +89,17 @@ def _build_and_run(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"{parser.prog}: {redacted(str(error))}", file=sys.stderr)
         return WRONG_COMMAND_LINE
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Import without the garbage collector, which would walk again and again what all stays: a tenth of the time that
+    the import of torch and transformers takes."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def settle() -> None:
