@@ -153,7 +153,7 @@ class ServerConfig:
         "how long each request waits for a worker that an autoscaler starts; none is refused before",
         None,
         unit="seconds",
-        shown_default=f"none: --worker-grace-s counts; {DEFAULT_WORKER_START_S:g} with --scaler-listen",
+        shown_default=f"not set: as --worker-grace-s; {DEFAULT_WORKER_START_S:g} with --scaler-listen",
     )
     step_timeout_s: float = setting(
         "a step that takes longer than this, and than 20 times the latest steps, hangs",

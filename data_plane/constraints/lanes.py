@@ -1,10 +1,10 @@
 """The threads on which constraints are followed. What is quick never waits behind what is slow.
 
-There are three lanes: for grammars that were quick so far, for those that nothing is known of yet, and for slow ones.
-Each has a few threads of its own priority. A thread whose task took too much CPU time gets the lowest priority, and the
-lane another thread in its place. So a grammar takes the cores from forward passes for `SLOW_S` at most, and all that
-are new for `NEW_SHARE` of the time; new ones beyond it have a fourth lane. What they take behind that is what passes
-leave. Vocabularies are read on one further thread, in order.
+There are four lanes: for grammars that were quick so far, for new ones, for new ones beyond `NEW_SHARE`, and for slow
+ones. Each has a few threads of its own priority. A thread whose task took more CPU time than `SLOW_S` gets the lowest
+priority, and another thread takes its place. So one grammar takes the cores from forward passes for `SLOW_S` at most,
+and all new ones together for `NEW_SHARE` of the time; beyond that they get what forward passes leave. Vocabularies are
+read on one further thread, in order.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # How long a step in which no row has a mask, and nothing else is computed, waits for the first one.
 IDLE_PATIENCE_S = 0.05
-# How often in a row a slow grammar must be quick to be quick again; a token is one or two times.
+# Tasks that must be quick one after the other until a slow grammar counts as quick again. A token is one or two tasks.
 FORGIVEN_AFTER = 2000
 # Rows whose tokens are followed in one call. What the call takes is held against their grammar as if it were one row's.
 MAX_TOGETHER = 32

@@ -1,4 +1,4 @@
-"""Which form the completions of a chat have, and what of it a request wants read.
+"""Finds the form that a chat's completions have, and what of it is to be read for a request.
 
 Forms are kept for each version, which never changes. Which version a name stands for is kept for a moment, for the same
 key: Motet judges at every request what the caller may see, and the first chunk says which version responds. If that is

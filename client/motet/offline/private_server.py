@@ -24,13 +24,13 @@ _NUM_LAST_LINES = 20
 _STOP_S = 20.0
 _DRAIN_S = 5.0  # nothing runs when an LLM is closed, unless its program ends within a call
 # Arguments of vLLM's LLM that are not flags here, and what to do instead.
-_BY_BYTES = "leave it out: adapters have no maximum number or rank, and arena_bytes bounds their memory"
+_BY_BYTES = "leave it out: adapters have no maximum rank, and arena_bytes bounds their memory"
 OF_VLLM = {
     "enable_lora": "leave it out: adapters=... is all it takes",
-    "max_loras": _BY_BYTES,
+    "max_loras": "use num_slots, if more than 256 adapters are to be loaded at once",
     "max_cpu_loras": _BY_BYTES,
     "max_lora_rank": _BY_BYTES,
-    "gpu_memory_utilization": "use kv_bytes for the KV cache and arena_bytes for the adapters",
+    "gpu_memory_utilization": "use memory_utilization",
     "kv_cache_memory_bytes": "use kv_bytes",
     "swap_space": "use host_kv_bytes",
     "max_num_seqs": "use max_rows",

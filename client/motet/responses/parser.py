@@ -288,7 +288,7 @@ class ResponseParser:
 
 
 def _after_anchor(prefix: str, anchor: Pattern | None) -> str:
-    """What the prompt has of the completion: nothing that can be known where the anchor is not in it."""
+    """The beginning of the completion that the prompt has already; empty if the anchor is not in the prompt."""
     position, end = 0, len(prefix)
     while anchor is not None:
         search = Search(anchor, position)

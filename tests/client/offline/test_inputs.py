@@ -148,7 +148,7 @@ def test_a_setting_that_no_flag_can_have_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("max_lora_rank", "arena_bytes"), ("gpu_memory_utilization", "kv_bytes"), ("seed", "SamplingParams")],
+    [("max_lora_rank", "arena_bytes"), ("gpu_memory_utilization", "memory_utilization"), ("seed", "SamplingParams")],
 )
 def test_an_argument_of_vllm_is_refused_with_what_to_write_instead(name: str, instead: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{name}: is an argument of vLLM's LLM .*{instead}"):
