@@ -1,7 +1,8 @@
 """The real engine (data_plane.plan.Engine): rows, one packed forward pass per step, sampling. One thread.
 
 A step returns as soon as its work is queued on the device. It waits for its own results only where a later step needs
-them on the host: in a pass that verifies drafts, and for rows with a constraint, log-probabilities or a vector.
+them on the host: in a pass that verifies drafts, and for rows with a constraint, log-probabilities or a vector. Its
+forward pass is the same all the same: rows that only decode are computed from their state on the device.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from data_plane.engine.fresh_blocks import FreshBlocks
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
 from data_plane.engine.pass_costs import PassCosts
-from data_plane.engine.pooling import Pooler, split_finite
+from data_plane.engine.pooling import Pooler, with_pooled
 from data_plane.engine.rows import Int64Array, Rows, RowState
 from data_plane.engine.sampling.draws import Draws
-from data_plane.engine.sampling.logprobs import LogprobsRequest, joined
+from data_plane.engine.sampling.logprobs import joined
 from data_plane.engine.sampling.results import ResultCopies, ResultCopy, result_copies
 from data_plane.engine.sampling.sampler import Sampler, SamplerStats
 from data_plane.engine.speculation import Speculation
@@ -207,8 +208,12 @@ class TorchEngine:
         for piece in pieces:
             self._pass(decoding[:0], piece, prompt_logprobs)
         began_s = self._clock()
-        output = self._pass(decoding, prefills, prompt_logprobs)
-        if self._speculation is not None and len(decoding) and len(plan.prefills) == 0:
+        only_decodes = len(decoding) > 0 and len(plan.prefills) == 0
+        if only_decodes and self._decodes_on_device:
+            output = self._decode_pass(decoding)
+        else:
+            output = self._pass(decoding, prefills, prompt_logprobs)
+        if self._speculation is not None and only_decodes:
             self._speculation.observe(decoding, len(decoding), self._clock() - began_s)
         return replace(self._output(plan, output, started_s), prompt_logprobs=joined(prompt_logprobs))
 
@@ -335,8 +340,22 @@ class TorchEngine:
         num_sampled = len(batch.sampled_rows)
         with span("sample"):
             prompt_logprobs += self._draws.logprobs(logits[num_sampled:], batch.prompt_requests)
-            output = self._sample_ready(batch, logits[:num_sampled])
-        return output if len(batch.pooled_rows) == 0 else self._with_pooled(batch, output, pooled)
+            sampled = batch.sampled_rows
+            masks = self._constraints.collect(sampled, is_alone=len(batch.rows) == len(sampled))
+            if masks is not None and masks.waiting:
+                kept = batch.kept[upload(np.array(masks.waiting), logits.device)]
+                waiting = upload(sampled[masks.waiting], logits.device)
+                self._last_tokens[waiting] = batch.input_ids[kept]  # a prompt's last token is fed again
+            output = self._sample_ready(sampled, logits[:num_sampled], masks)
+        return output if len(batch.pooled_rows) == 0 else with_pooled(self._rows, batch, output, pooled)
+
+    def _decode_pass(self, decoding: Int64Array) -> PassOutput:
+        """`_pass` for rows that all decode, from their state on the device."""
+        with span("forward"):
+            decoded = self.decode_steps.run(decoding)
+        with span("sample"):
+            masks = self._constraints.collect(decoding, is_alone=True)
+            return self._sample_ready(decoding, decoded.logits, masks, decoded.completion_index)
 
     def _build(
         self, decoding: Int64Array, prefills: Int32Array | None = None, drafts: Drafts | None = None
@@ -384,39 +403,29 @@ class TorchEngine:
         if self._host_blocks is not None:
             self._host_blocks.before_writing(written_blocks)
 
-    def _with_pooled(self, batch: StepBatch, output: PassOutput, pooled: list[PooledRow]) -> PassOutput:
-        """The output with the vectors of the rows that return one, in the step's order. These rows stay idle."""
-        rows = self._rows
-        returned, failed = split_finite(pooled)
-        rows.maybe_non_finite[batch.pooled_rows] = np.isin(batch.pooled_rows, failed)
-        rows.forget_given(batch.pooled_rows)
-        all_failed = np.concatenate([output.failed_rows, failed.astype(np.int32)])
-        is_ended = ~np.isin(batch.ended_rows, np.concatenate([all_failed, output.waiting_rows]))
-        ended = batch.ended_rows[is_ended].astype(np.int32)
-        tokens = np.zeros(len(ended), dtype=np.int32)
-        tokens[np.isin(ended, output.rows)] = output.token_ids
-        return replace(output, rows=ended, token_ids=tokens, failed_rows=all_failed, pooled=returned)
-
-    def _sample_ready(self, batch: StepBatch, logits: torch.Tensor) -> PassOutput:
+    def _sample_ready(
+        self, sampled: Int64Array, logits: torch.Tensor, masks: Masks | None, index_there: torch.Tensor | None = None
+    ) -> PassOutput:
         """A token for each row that samples, except for rows whose masks are not ready: they sample in a later step."""
-        sampled = batch.sampled_rows
-        masks = self._constraints.collect(sampled, is_alone=len(batch.rows) == len(sampled))
         if masks is None or not masks.waiting:
-            return self._sample(sampled, logits, masks)
-        at, waiting = np.array(masks.waiting), sampled[masks.waiting]
-        kept = batch.kept[upload(at, logits.device)]
-        self._last_tokens[upload(waiting, logits.device)] = batch.input_ids[kept]
+            return self._sample(sampled, logits, masks, index_there)
+        waiting = sampled[masks.waiting]
         self._rows.sit_out(waiting)
+        there = upload(np.delete(np.arange(len(sampled)), masks.waiting), logits.device)
         # Less than half of the time of indexing on a CPU: 131,072 tokens of 16 rows take milliseconds there.
-        ready = logits.index_select(0, upload(np.delete(np.arange(len(sampled)), at), logits.device))
-        return replace(self._sample(np.delete(sampled, at), ready, masks), waiting_rows=waiting.astype(np.int32))
+        ready = logits.index_select(0, there)
+        index_there = None if index_there is None else index_there.index_select(0, there)
+        output = self._sample(np.delete(sampled, masks.waiting), ready, masks, index_there)
+        return replace(output, waiting_rows=waiting.astype(np.int32))
 
-    def _sample(self, sampled: Int64Array, logits: torch.Tensor, masks: Masks | None) -> PassOutput:
-        """A token for each row that samples."""
+    def _sample(
+        self, sampled: Int64Array, logits: torch.Tensor, masks: Masks | None, index_there: torch.Tensor | None = None
+    ) -> PassOutput:
+        """A token for each row that samples. `index_there`: see StepBatch.completion_index."""
         rows = self._rows
         if len(sampled) == 0:
             return PassOutput()
-        tokens, finite, returned = self._draws.draw(logits, sampled, masks)
+        tokens, finite, returned = self._draws.draw(logits, sampled, masks, index_there)
         self._last_tokens[upload(sampled, tokens.device)] = tokens
         # Worker and control plane count a token for a row that is not finite, so that they agree on what decodes. The
         # token itself is not returned.
@@ -430,17 +439,7 @@ class TorchEngine:
             self._constraints.advance(masks, sampled, on_host)
             failed[masks.failed] = is_finite[masks.failed]
             is_finite = is_finite & ~failed
-        logprobs: list[RowLogprobs] = []
-        num_top = self._sampler.num_logprobs[sampled]
-        indices = np.flatnonzero((num_top >= 0) & is_finite)
-        if len(indices):
-            requests = [
-                LogprobsRequest(
-                    int(sampled[i]), int(rows.num_known[sampled[i]]) - 1, on_host[i : i + 1], int(num_top[i])
-                )
-                for i in indices
-            ]
-            logprobs = self._draws.logprobs(returned[upload(indices, logits.device)], requests)
+        logprobs = self._draws.sampled_logprobs(returned, sampled, on_host, is_finite)
         return PassOutput(
             numbers[is_finite],
             on_host[is_finite],

@@ -6,14 +6,14 @@ hidden state do not. A mean is summed in whole numbers, whose sum is the same in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from data_plane.engine.batch import StepBatch
-from data_plane.engine.rows import Int64Array
+from data_plane.engine.batch import PassOutput, StepBatch
+from data_plane.engine.rows import Rows
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, NewRow, PooledRow, PoolingKind
 
@@ -125,11 +125,23 @@ class Pooler:
         return vector
 
 
-def split_finite(pooled: list[PooledRow]) -> tuple[list[PooledRow], Int64Array]:
-    """The rows whose vectors are finite, and the numbers of the others."""
-    is_finite = [bool(np.isfinite(entry.values).all()) for entry in pooled]
-    failed = [entry.row for entry, finite in zip(pooled, is_finite, strict=True) if not finite]
-    return [entry for entry, finite in zip(pooled, is_finite, strict=True) if finite], np.array(failed, dtype=np.int64)
+def with_pooled(rows: Rows, batch: StepBatch, output: PassOutput, pooled: list[PooledRow]) -> PassOutput:
+    """The output with the vectors of the rows that return one, in the step's order. These rows stay idle."""
+    returned, not_finite = list[PooledRow](), list[int]()
+    for entry in pooled:
+        if np.isfinite(entry.values).all():
+            returned.append(entry)
+        else:
+            not_finite.append(entry.row)
+    failed = np.array(not_finite, dtype=np.int32)
+    rows.maybe_non_finite[batch.pooled_rows] = np.isin(batch.pooled_rows, failed)
+    rows.forget_given(batch.pooled_rows)
+    all_failed = np.concatenate([output.failed_rows, failed])
+    is_ended = ~np.isin(batch.ended_rows, np.concatenate([all_failed, output.waiting_rows]))
+    ended = batch.ended_rows[is_ended].astype(np.int32)
+    tokens = np.zeros(len(ended), dtype=np.int32)
+    tokens[np.isin(ended, output.rows)] = output.token_ids
+    return replace(output, rows=ended, token_ids=tokens, failed_rows=all_failed, pooled=returned)
 
 
 def _add(pooled: _Pooled, tokens: torch.Tensor) -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from data_plane.constraints.masks import Masks, forbid, maskable
-from data_plane.engine.rows import Int64Array, Rows
+from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.engine.sampling.logprobs import LogprobsRequest, compute_logprobs
 from data_plane.engine.sampling.sampler import Sampler
-from data_plane.plan import RowLogprobs
+from data_plane.plan import Int32Array, RowLogprobs
 from kernels.devices import upload
 
 
@@ -56,6 +56,21 @@ class Draws:
         if masks is not None and were_finite is not None:
             finite[upload(masks.indices, logits.device)] &= were_finite
         return tokens, finite, returned
+
+    def sampled_logprobs(
+        self, logits: torch.Tensor, sampled: Int64Array, token_ids: Int32Array, is_finite: BoolArray
+    ) -> list[RowLogprobs]:
+        """Of the tokens that these rows sampled, noted already: of each row that returns log-probabilities and whose
+        logits were finite. Waits for the device where there is such a row."""
+        num_top = self._sampler.num_logprobs[sampled]
+        indices = np.flatnonzero((num_top >= 0) & is_finite)
+        if len(indices) == 0:
+            return []
+        requests = [
+            LogprobsRequest(int(row), int(self._rows.num_known[row]) - 1, token_ids[i : i + 1], int(num_top[i]))
+            for i, row in zip(indices.tolist(), sampled[indices].tolist(), strict=True)
+        ]
+        return self.logprobs(logits[upload(indices, logits.device)], requests)
 
     def logprobs(self, logits: torch.Tensor, requests: list[LogprobsRequest]) -> list[RowLogprobs]:
         """compute_logprobs, over the vocabulary of each request's row. Waits for the device."""

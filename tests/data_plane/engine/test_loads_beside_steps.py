@@ -14,6 +14,7 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
 from kernels import native
+from tests.data_plane.engine.device.reruns import Reruns
 from tests.data_plane.engine.packing import PackedAdapter, pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
 from tests.data_plane.engine.test_oracle import worker_config
@@ -99,10 +100,22 @@ def steps(engine: TorchEngine, adapters: list[PackedAdapter], *, is_quiet: bool)
     return seen
 
 
-@pytest.mark.parametrize("native_code", ["on", "off"])
-def test_two_threads_that_load_and_evict_change_no_bit(checkpoint: Path, tmp_path: Path, native_code: str) -> None:
+@pytest.mark.parametrize("way", ["native", "torch", "replayed"])
+def test_two_threads_that_load_and_evict_change_no_bit(
+    checkpoint: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside steps that are built on the device and replayed from graphs, as on a GPU."""
+    recorder = Reruns()
+    if way == "replayed":
+        monkeypatch.setattr("data_plane.adapters.step.adapter_steps.runs_triton", lambda tensor: True)
+
     def engine() -> TorchEngine:
-        return build_engine(worker_config(checkpoint, native_code=native_code))
+        built = build_engine(worker_config(checkpoint, native_code="on" if way == "native" else "off"))
+        if way == "replayed":
+            parts = built.model, built.kv_cache, built.arena, built.capacities
+            built = TorchEngine(*parts, decodes_on_device=True)
+            built.decode_steps.record(recorder, (8,), has_adapters=True)
+        return built
 
     fingerprint = engine().capacities.model_fingerprint
     adapters = [
@@ -115,3 +128,4 @@ def test_two_threads_that_load_and_evict_change_no_bit(checkpoint: Path, tmp_pat
     busy_engine.arena.check_invariants()
     assert {len(step) for step in quiet} == {6}
     assert len({tuple(token for _, token, _ in step) for step in quiet}) > 5, "the rows do not move"
+    assert recorder.num_replays == (2 * NUM_STEPS if way == "replayed" else 0)
