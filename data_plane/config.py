@@ -176,7 +176,7 @@ class WorkerConfig:
     cuda_graphs: str = setting(
         "numbers of rows whose decode steps are recorded as CUDA graphs, such as 1,8,64; auto or off",
         "auto",
-        shown_default="auto, up to --max-rows where the model allows it",
+        shown_default=f"auto, up to --max-rows and {GRAPH_SIZES[-1]} where the model allows it",
     )
     adapter_stream: str = setting(
         "a stream of its own for the adapters' first products in recorded steps, beside the base model's products: on "

@@ -83,7 +83,9 @@ class AdapterSteps:
         if self._arena.unlisted:
             self._arena.list_published()
         table = self._table
-        if (slots >= self._num_slots).any() or table.rotations or table.rows.host_has_rows[slots].any():
+        if (slots >= self._num_slots).any() or table.rows.host_has_rows[slots].any():
+            return None
+        if not table.rotations.keys().isdisjoint(slots.tolist()):
             return None
         self._arena.check_ready(slots)
         needs = self._needs_of(slots)

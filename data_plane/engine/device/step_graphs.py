@@ -91,6 +91,12 @@ class _CudaGraph:
         self._graph.replay()
 
 
+def _most_adapters(num_rows: int) -> int:
+    """Of the tiers that steps of so many rows can need: a row has one adapter at most."""
+    counts = sorted({tier.max_adapters for tier in TIERS})
+    return next((count for count in counts if count >= num_rows), counts[-1])
+
+
 class StepGraphs:
     """The graphs of one engine. Belongs to the compute thread."""
 
@@ -110,6 +116,8 @@ class StepGraphs:
         self._row_ids, self._token_slots = (
             torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=device) for _ in range(2)
         )
+        # Where every graph leaves its logits: with memory of its own for them each would keep as much as a step needs.
+        self._logits: torch.Tensor | None = None
         self._rows_there: torch.Tensor | None = None  # copied into the first one
         self._slots_there = b""  # in the second one
 
@@ -124,7 +132,7 @@ class StepGraphs:
         started_s = time.perf_counter()
         for size in reversed(self._sizes):
             for tier in (None, *(TIERS if has_adapters else ())):
-                if tier is None or tier.max_adapters <= max(size, TIERS[0].max_adapters):
+                if tier is None or tier.max_adapters <= _most_adapters(size):
                     self._record(GraphKey(size, tier))
         logger.info("graphs recorded number=%d time_s=%.1f", len(self._graphs), time.perf_counter() - started_s)
 
@@ -193,6 +201,9 @@ class StepGraphs:
         def body() -> tuple[torch.Tensor, torch.Tensor]:
             inputs = decode_inputs(self._device_rows.state, row_ids, self._device_rows.block_size)
             lora = None if key.tier is None else self._steps.begin_tier(token_slots, key.tier)
-            return self._forward(row_ids, inputs, lora), inputs.completion_index
+            logits = self._forward(row_ids, inputs, lora)
+            if self._logits is None:
+                self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
+            return self._logits[: len(logits)].copy_(logits), inputs.completion_index
 
         self._graphs[key] = self._recorder.record(body)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from control_plane.registry.model.base_model import BaseModel
+from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.adapters.step.lora_step import LoraStep, LoraTier
 from data_plane.engine.build import build_engine
 from data_plane.engine.device.step_graphs import TIERS, Graph, GraphKey, StepGraphs
@@ -249,6 +250,53 @@ def test_the_smallest_graph_that_serves_a_step_is_found(
 ) -> None:
     _, graphs = with_graphs(plain, Reruns(), (1, 2, 4))
     assert graphs.find(num_rows, slots_of(*slots)) == key
+
+
+@pytest.mark.parametrize(("num_rows", "num_adapters", "tier"), [(16, 16, 0), (17, 17, 2), (20, 3, 0), (24, 24, 2)])
+def test_a_step_whose_rows_have_an_adapter_each_has_a_graph(
+    plain: TorchEngine,
+    as_on_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    num_rows: int,
+    num_adapters: int,
+    tier: int,
+) -> None:
+    """Also where the size of its graph is between the tiers' numbers of adapters."""
+    _, graphs = with_graphs(plain, Reruns(), (16, 24))
+    monkeypatch.setattr(AdapterSteps, "tier_of", lambda _, slots: LoraTier(len(slots), 8))
+    key = graphs.find(num_rows, slots_of(*(row % num_adapters for row in range(num_rows))))
+    assert key == GraphKey(16 if num_rows == 16 else 24, TIERS[tier])
+
+
+def test_graphs_serve_adapters_beside_one_that_rotates_by_tables_of_its_own(
+    plain: TorchEngine, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loaded, and no row of the step uses it."""
+    _, graphs = with_graphs(plain, Reruns(), (2,))
+    monkeypatch.setitem(plain.arena.table.rotations, 1, object())
+    assert graphs.find(2, slots_of(0, -1)) == GraphKey(2, TIERS[0])
+    assert graphs.find(2, slots_of(0, 1)) is None
+
+
+class Outputs(Reruns):
+    """Keeps where graphs leave their logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits: list[torch.Tensor] = []
+
+    def record(self, body: Body) -> Graph:
+        graph = super().record(body)
+        self.logits.append(graph.outputs[0])
+        return graph
+
+
+def test_all_graphs_leave_their_logits_in_the_same_memory(plain: TorchEngine, as_on_a_gpu: None) -> None:
+    """59 graphs of up to 256 rows and 128,256 tokens would keep 1.5 GB."""
+    recorder = Outputs()
+    with_graphs(plain, recorder, (1, 2, 4))
+    assert sorted({len(logits) for logits in recorder.logits}) == [1, 2, 4]
+    assert len({logits.data_ptr() for logits in recorder.logits}) == 1
 
 
 def test_tiers_serve_what_needs_no_more() -> None:
