@@ -22,7 +22,7 @@ from tests.e2e.scheduled import ingested, reported_by
 from tests.makers import ARCHS, make_adapter, make_checkpoint
 
 MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "olmoe")
-RECORDED_ARCHS = tuple(dict.fromkeys((*ARCHS, *MIXTURES)))
+RECORDED_ARCHS = tuple(dict.fromkeys((*ARCHS, *MIXTURES, "gpt2")))  # those of the oracle
 BLOCKS = 4  # of a row
 PROMPT = [5, 9, 200, 31, 77]
 ATTENTION = {"phi3": ["qkv_proj"], "gpt_neox": ["query_key_value"], "gpt2": ["c_attn"]}
