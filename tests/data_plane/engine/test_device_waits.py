@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +23,7 @@ from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
 from kernels import native
 from kernels.lora import AdapterSegments, adapter_segments
+from tests.data_plane.engine.device.reruns import Reruns
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
 from tests.data_plane.engine.test_oracle import worker_config
@@ -48,6 +50,7 @@ WAITING_OPS |= {"unique", "unique2", "_unique2", "unique_consecutive", "equal", 
 # A mask among the indices of these is searched for non-zero values, below what is seen here.
 INDEXING_OPS = ("index", "index_put", "index_put_", "_index_put_impl_")
 ROWS, PROMPT = 6, [5, 9, 200, 31, 77]
+DRAWN = RowSampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
 
 
 @dataclass
@@ -171,7 +174,7 @@ def prefill(engine: TorchEngine, sampling: RowSampling, slots: list[int | None])
 @pytest.mark.parametrize("slots", [[None] * ROWS, [0, 1, None, 0, 1, None]], ids=["base", "adapters"])
 @pytest.mark.parametrize(
     ("sampling", "most_uploads"),
-    [(GREEDY, 6), (RowSampling(temperature=0.8, top_k=20, top_p=0.9, seed=3, repetition_penalty=1.2), 17)],
+    [(GREEDY, 6), (replace(DRAWN, repetition_penalty=1.2), 17)],
     ids=["greedy", "drawn"],
 )
 def test_a_steady_step_waits_for_nothing(
@@ -191,7 +194,7 @@ def test_a_steady_step_waits_for_nothing(
 
 
 @pytest.mark.parametrize("slots", [[None] * ROWS, [0, 1, None, 0, 1, None]], ids=["base", "adapters"])
-@pytest.mark.parametrize("sampling", [GREEDY, RowSampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)], ids=str)
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_steady_step_built_on_the_device_uploads_nothing(
     on_device: TorchEngine, moves: Moves, sampling: RowSampling, slots: list[int | None]
 ) -> None:
@@ -204,6 +207,33 @@ def test_a_steady_step_built_on_the_device_uploads_nothing(
         on_device.submit(make_plan(5, appended=[(1, 40)]))
         assert moves.places == {UPLOAD: 1} and moves.upload_bytes[-1] == 8, "a place and a block"
     assert [len(step.wait().rows) for step in pending] == [ROWS, ROWS]
+
+
+@pytest.mark.parametrize("is_replayed", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        replace(DRAWN, repetition_penalty=1.2, presence_penalty=0.3),
+        replace(GREEDY, biased_token_ids=array([7]), biases=np.ones(1, dtype=np.float32)),
+        replace(GREEDY, min_tokens=50, banned_token_ids=array([0])),
+    ],
+    ids=["penalties", "biases", "minimum"],
+)
+def test_a_step_built_on_the_device_waits_for_nothing_whatever_is_sampled(
+    on_device: TorchEngine, moves: Moves, sampling: RowSampling, is_replayed: bool
+) -> None:
+    """What rows want beside their tokens is uploaded, with and without a graph."""
+    recorder = Reruns()
+    if is_replayed:
+        on_device.decode_steps.record(recorder, (ROWS,), has_adapters=True)
+    prefill(on_device, sampling, [0, 1, None, 0, 1, None])
+    on_device.execute(make_plan(2))
+    moves.places.clear()
+    with moves:
+        pending = on_device.submit(make_plan(3))
+    assert len(pending.wait().rows) == ROWS
+    assert set(moves.places) == {UPLOAD} and moves.places[UPLOAD] <= 10
+    assert recorder.num_replays == (2 if is_replayed else 0)
 
 
 @pytest.mark.parametrize(("slots", "num_blocks"), [([0] * ROWS, 1), ([0, 1, None, 0, 1, None], 2)])

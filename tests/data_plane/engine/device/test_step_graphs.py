@@ -23,13 +23,17 @@ from kernels.paged_attention import RowBatch
 from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS, experts_of
 from tests.data_plane.engine.device.reruns import Body, Reruns
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
+from tests.data_plane.engine.test_device_waits import UPLOAD, Moves, moves
 from tests.data_plane.engine.test_engine import PROMPT
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.e2e.scheduled import ingested, reported_by
 from tests.makers import make_adapter, make_checkpoint
 
+__all__ = ["moves"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore:.*target_parameters", "ignore:.*did not match any targeted")
 
+# transformers moves learned positions to the device that they are on.
+LEARNED_POSITIONS = dict.fromkeys(("gpt2", "opt"), ("data_plane/models/loader.py:_logits",))
 DRAWN = RowSampling(temperature=0.9, top_k=50, top_p=0.95, seed=7)
 ADAPTERS: tuple[dict[str, Any], ...] = ({"rank": 4}, {"rank": 8}, {"rank": 4, "use_dora": True}, {"rank": 20})
 
@@ -181,7 +185,10 @@ def test_every_graph_reads_as_far_as_the_longest_row_goes(
 
 
 @pytest.mark.parametrize("arch", RECORDED_ARCHS)
-def test_replayed_steps_of_every_architecture_have_its_tokens(arch: str, as_on_a_gpu: None, tmp_path: Path) -> None:
+def test_replayed_steps_of_every_architecture_have_its_tokens(
+    arch: str, as_on_a_gpu: None, tmp_path: Path, moves: Moves
+) -> None:
+    """And wait for nothing, nor do steps with prompts."""
     checkpoint = make_checkpoint(tmp_path / "model", arch)
     forms = [{"rank": rank} | experts_of(arch, slot) for slot, rank in enumerate((4, 8))]
     plain = engine_with(forms, checkpoint, tmp_path)
@@ -189,9 +196,12 @@ def test_replayed_steps_of_every_architecture_have_its_tokens(arch: str, as_on_a
     engine, _ = with_graphs(plain, recorder, (2, 4))
     expected, found = jobs([0, 1, None, 0], GREEDY), jobs([0, 1, None, 0], GREEDY)
     Planner(plain, chunk=3, max_running=4).run(expected)
-    Planner(engine, chunk=3, max_running=4).run(found)
+    moves.places.clear()
+    with moves:
+        Planner(engine, chunk=3, max_running=4).run(found)
     assert [job.tokens for job in found] == [job.tokens for job in expected]
     assert recorder.num_replays > 2
+    assert set(moves.places) == {UPLOAD, *LEARNED_POSITIONS.get(arch, ())}
 
 
 class FailingLate(Reruns):
