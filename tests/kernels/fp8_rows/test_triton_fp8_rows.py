@@ -83,11 +83,11 @@ def test_a_row_that_is_not_finite_shows_and_spoils_no_other(value: float, device
 
 
 def test_a_row_past_2_to_the_31_values_is_found(device: torch.device) -> None:
-    """Its offset needs 64 bits. Of the 4 GiB only the pages of two rows are ever touched."""
-    far = torch.empty((1 << 31) + 16, dtype=torch.float16, device=device).as_strided((2, 16), (1 << 31, 1))
-    far.copy_(torch.tensor([[7.0], [448.0]]).expand(2, 16))
+    """Its offset needs 64 bits, the stride does not. Of the 4 GiB only the pages of three rows are ever touched."""
+    far = torch.empty((1 << 31) + 16, dtype=torch.float16, device=device).as_strided((3, 16), (1 << 30, 1))
+    far.copy_(torch.tensor([[7.0], [448.0], [14.0]]).expand(3, 16))
     rows = triton_kernel.quantize_rows(far)
-    assert rows.scales.tolist() == [2.0**-6, 1.0] and (rows.codes.float() == 448).all()
+    assert rows.scales.tolist() == [2.0**-6, 1.0, 2.0**-5] and (rows.codes.float() == 448).all()
 
 
 def test_a_gate_leaves_out_values_that_nobody_reads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,15 +140,15 @@ def test_blocks_of_many_tokens(device: torch.device, monkeypatch: pytest.MonkeyP
 
 
 def test_a_row_past_2_to_the_31_values_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the 4 GiB only the pages of two rows are ever touched."""
+    """Its offset needs 64 bits, the stride does not. Of the 4 GiB only the pages of three rows are ever touched."""
     every = of_gate((32, 32), torch.bfloat16, device, has_vectors=False)
-    y = every.y[-4:-2]
-    slots = torch.tensor([1, -1], dtype=torch.int32, device=device)
+    y = every.y[-4:-1]
+    slots = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
     segments = segments_in_torch(slots, every.group.num_slots, 16)
-    far = torch.empty((1 << 31) + 64, dtype=y.dtype, device=device).as_strided(y.shape, (1 << 31, 1)).copy_(y)
+    far = torch.empty((1 << 31) + 64, dtype=y.dtype, device=device).as_strided(y.shape, (1 << 30, 1)).copy_(y)
     for module in (package, ops):
         monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
     near = y.clone()
-    h = every.h[:, :, :2].contiguous()
+    h = every.h[:, :, :3].contiguous()
     expected = gated_activation(near, "silu", Expansion(near, h, every.group, segments))
     assert torch.equal(gated_activation(far, "silu", Expansion(far, h, every.group, segments)), expected)

@@ -57,8 +57,8 @@ def test_every_value_of_the_result_is_written(device: torch.device, monkeypatch:
 
 
 def test_a_row_past_2_to_the_31_values_is_found(device: torch.device) -> None:
-    """Its offset needs 64 bits. Of the 4 GiB only the pages of two rows are ever touched."""
-    far = torch.empty((1 << 31) + 16, dtype=torch.float16, device=device).as_strided((2, 16), (1 << 31, 1))
-    far.copy_(torch.tensor([[1.0], [2.0]]).expand(2, 16))
+    """Its offset needs 64 bits, the stride does not. Of the 4 GiB only the pages of three rows are ever touched."""
+    far = torch.empty((1 << 31) + 16, dtype=torch.float16, device=device).as_strided((3, 16), (1 << 30, 1))
+    far.copy_(torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 16))
     near = far.contiguous()
     assert torch.equal(triton_kernel.gated_activation(far, "silu"), triton_kernel.gated_activation(near, "silu"))

@@ -55,11 +55,11 @@ def test_only_the_rows_of_the_weight_are_read_and_all_outputs_written(
 
 
 def test_a_row_past_2_to_the_31_values_is_found(device: torch.device) -> None:
-    """Its offset needs 64 bits. Of the 4 GiB only the pages of two rows are ever touched."""
-    far = torch.empty((1 << 31) + 16, dtype=torch.float16, device=device).as_strided((2, 16), (1 << 31, 1))
-    far.copy_(torch.tensor([[2.0], [4.0]]).expand(2, 16))
+    """Its offset needs 64 bits, the stride does not. Of the 4 GiB only the pages of three rows are ever touched."""
+    far = torch.empty((1 << 31) + 16, dtype=torch.float16, device=device).as_strided((3, 16), (1 << 30, 1))
+    far.copy_(torch.tensor([[2.0], [4.0], [6.0]]).expand(3, 16))
     x = torch.ones(1, 16, dtype=torch.float16, device=device)
-    assert row_linear(x, far, None).tolist() == [[32.0, 64.0]]
+    assert row_linear(x, far, None).tolist() == [[32.0, 64.0, 96.0]]
 
 
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (1, 1, 64)], ids=str)

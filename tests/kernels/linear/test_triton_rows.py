@@ -98,12 +98,12 @@ def test_only_the_rows_are_read_and_all_outputs_written(
 
 
 def test_rows_past_2_to_the_31_values_are_found(device: torch.device) -> None:
-    """Their offsets need 64 bits. Of each 4 GiB only the pages of two rows are ever touched."""
+    """Their offsets need 64 bits, the strides do not. Of each 4 GiB only the pages of three rows are ever touched."""
     memory = (torch.empty((1 << 31) + 16, dtype=torch.float16, device=device) for _ in range(2))
-    x, weight = (tensor.as_strided((2, 16), (1 << 31, 1)) for tensor in memory)
-    x.copy_(torch.tensor([[1.0], [3.0]]).expand(2, 16))
-    weight.copy_(torch.tensor([[2.0], [4.0]]).expand(2, 16))
-    assert rows_linear(x, weight, None).tolist() == [[32.0, 64.0], [96.0, 192.0]]
+    x, weight = (tensor.as_strided((3, 16), (1 << 30, 1)) for tensor in memory)
+    x.copy_(torch.tensor([[1.0], [3.0], [5.0]]).expand(3, 16))
+    weight.copy_(torch.tensor([[2.0], [4.0], [6.0]]).expand(3, 16))
+    assert rows_linear(x, weight, None).tolist() == [[32.0, 64.0, 96.0], [96.0, 192.0, 288.0], [160.0, 320.0, 480.0]]
 
 
 def test_the_inputs_are_cut_so_that_all_multiprocessors_work() -> None:

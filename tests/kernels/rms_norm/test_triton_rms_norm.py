@@ -72,10 +72,10 @@ def test_a_rows_bits_do_not_depend_on_the_batch(device: torch.device) -> None:
 
 
 def test_a_row_past_2_to_the_31_values_is_found(device: torch.device) -> None:
-    """Its offset needs 64 bits. Of the 4 GiB only the pages of two rows are ever touched."""
-    far = torch.empty((1 << 31) + 16, dtype=torch.float16, device=device).as_strided((2, 16), (1 << 31, 1))
-    far.copy_(torch.tensor([[2.0], [4.0]]).expand(2, 16))
-    residual = torch.zeros(2, 16, dtype=torch.float16, device=device)
+    """Its offset needs 64 bits, the stride does not. Of the 4 GiB only the pages of three rows are ever touched."""
+    far = torch.empty((1 << 31) + 16, dtype=torch.float16, device=device).as_strided((3, 16), (1 << 30, 1))
+    far.copy_(torch.tensor([[2.0], [4.0], [8.0]]).expand(3, 16))
+    residual = torch.zeros(3, 16, dtype=torch.float16, device=device)
     actual = triton_kernel.rms_norm(far, torch.arange(16.0, device=device).half(), 0.0, residual, 0.0)
-    assert torch.equal(actual.cpu(), torch.arange(16.0).half().expand(2, 16))
-    assert residual[:, 0].tolist() == [2, 4]
+    assert torch.equal(actual.cpu(), torch.arange(16.0).half().expand(3, 16))
+    assert residual[:, 0].tolist() == [2, 4, 8]

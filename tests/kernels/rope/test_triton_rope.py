@@ -120,14 +120,14 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(device: torch.device) -> None:
 
 
 def test_a_token_past_2_to_the_31_values_is_found(device: torch.device) -> None:
-    """Its offset needs 64 bits. Of the 4 GiB only the pages of two tokens are ever touched."""
-    far = torch.empty((1 << 31) + 64, dtype=torch.float16, device=device).as_strided((2, 1, 8), (1 << 31, 8, 1))
-    far.copy_(torch.arange(16.0).view(2, 1, 8))
+    """Its offset needs 64 bits, the stride does not. Of the 4 GiB only the pages of three tokens are ever touched."""
+    far = torch.empty((1 << 31) + 64, dtype=torch.float16, device=device).as_strided((3, 1, 8), (1 << 30, 8, 1))
+    far.copy_(torch.arange(24.0).view(3, 1, 8))
     key = far.clone()
-    turn = (torch.zeros(2, 4, device=device), torch.ones(2, 4, device=device))
+    turn = (torch.zeros(3, 4, device=device), torch.ones(3, 4, device=device))
     triton_kernel.apply_rope(far, key, None, *turn, None, None)
     assert torch.equal(far, key)
-    assert far[1, 0].tolist() == [-12, -13, -14, -15, 8, 9, 10, 11]
+    assert far[2, 0].tolist() == [-20, -21, -22, -23, 16, 17, 18, 19]
 
 
 def test_a_kv_position_past_2_to_the_31_values_is_written(device: torch.device) -> None:

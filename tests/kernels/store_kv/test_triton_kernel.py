@@ -151,15 +151,15 @@ def test_a_kv_position_past_2_to_the_31_values_is_found(device: torch.device) ->
 
 
 def test_a_token_past_2_to_the_31_values_is_read(device: torch.device) -> None:
-    """Tokens far apart in one storage, of which only two pages are ever touched; for both kernels."""
-    stride = (1 << 31) + 5
-    storage = torch.empty(stride + 8, dtype=torch.bfloat16, device=device)
-    tokens = storage.as_strided((2, 1, 8), (stride, 8, 1))
-    tokens.copy_(torch.arange(16).view(2, 1, 8))
+    """Tokens far apart, of which only three pages are ever touched, for both kernels. The stride itself has 32 bits."""
+    stride = (1 << 30) + 5
+    storage = torch.empty(2 * stride + 8, dtype=torch.bfloat16, device=device)
+    tokens = storage.as_strided((3, 1, 8), (stride, 8, 1))
+    tokens.copy_(torch.arange(24).view(3, 1, 8))
     for has_token_scales in (False, True):
-        caches = make_fp8_caches(Case("far", 2, 1, 8, 8, 1, 2, 0), has_token_scales=has_token_scales, device=device)
-        expected = make_fp8_caches(Case("far", 2, 1, 8, 8, 1, 2, 0), has_token_scales=has_token_scales)
-        kv_positions = torch.tensor([1, 0], device=device)
+        caches = make_fp8_caches(Case("far", 3, 1, 8, 8, 1, 4, 0), has_token_scales=has_token_scales, device=device)
+        expected = make_fp8_caches(Case("far", 3, 1, 8, 8, 1, 4, 0), has_token_scales=has_token_scales)
+        kv_positions = torch.tensor([1, 0, 3], device=device)
         triton_kernel.store_kv(tokens, tokens, *caches[:2], kv_positions, *caches[2:])
         reference.store_kv(tokens.cpu(), tokens.cpu(), *expected[:2], kv_positions.cpu(), *expected[2:])
         assert torch.equal(caches[0].cpu().float(), expected[0].float())
