@@ -160,6 +160,9 @@ class Speculation:
         self._sample = sample
         self._rows: dict[int, DraftRow] = {}
         self._awaited: deque[_Awaited] = deque()
+        self._untimed: deque[_Awaited] = (
+            deque()
+        )  # tokens came; the thread that returns results notes the time after that
         self._deciding_s = 0.0  # that the latest step took until it was clear that it verifies no drafts
         self._num_drafted = 0  # of the step
         self._num_accepted = 0  # of these
@@ -184,6 +187,7 @@ class Speculation:
         """End every row."""
         self._rows.clear()
         self._awaited.clear()
+        self._untimed.clear()
         self._declined_until = -1
         self._is_first = self._ends_plan = True
 
@@ -201,9 +205,13 @@ class Speculation:
             for state, token_id in zip(found.rows, token_ids, strict=True):
                 if state is not None:
                     state.append(token_id)
-            if self._costs is not None and found.has_adapters is not None and found.step.time_s is not None:
-                time_s = found.step.time_s - found.deciding_s
-                self._costs.observe(len(token_ids), has_adapters=found.has_adapters, time_s=time_s)
+            if found.has_adapters is not None:
+                self._untimed.append(found)
+        while self._untimed and (time_s := self._untimed[0].step.time_s) is not None:
+            timed = self._untimed.popleft()
+            if self._costs is not None and timed.has_adapters is not None:
+                time_s -= timed.deciding_s
+                self._costs.observe(len(timed.rows), has_adapters=timed.has_adapters, time_s=time_s)
 
     def note(self, rows: Int64Array, token_ids: Int32Array) -> None:
         """Rows sampled a token each."""

@@ -122,6 +122,32 @@ def test_steps_in_which_nothing_can_be_drafted_do_not_wait(
     assert [step.wait().token_ids.tolist() for step in pending] == [[7], [8], [9], [10], [11]]
 
 
+def test_the_time_of_a_step_counts_also_if_it_is_known_after_the_tokens(
+    plain: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that returns results reads the clock when it has read the tokens. A step that is submitted meanwhile
+    sees these, and not yet the time."""
+    seen: list[int] = []
+
+    def noted(_: PassCosts, num_tokens: int, *, has_adapters: bool, time_s: float) -> None:
+        seen.append(num_tokens)
+
+    monkeypatch.setattr(PassCosts, "can_gain", lambda *_, **__: False)
+    monkeypatch.setattr(PassCosts, "observe", noted)
+    copies = LateCopies()
+    engine = drafting(plain, None, mode="auto", copies=copies)
+    rows = [Request([5]).new_row(row) for row in (0, 1)]
+    pending = [engine.submit(make_plan(1, new=rows, prefills=[(0, 1), (1, 1)])), engine.submit(make_plan(2))]
+    for copy in copies.started:
+        copy.has_come = True
+    pending.append(engine.submit(make_plan(3)))
+    assert seen == [], "nobody has waited for the second step"
+    for step in pending[:2]:
+        step.wait()
+    pending.append(engine.submit(make_plan(4)))
+    assert seen == [2], "the step that decoded; a prompt's time says nothing"
+
+
 def test_a_plan_without_drafts_waits_for_the_steps_before_it_alone(plain: TorchEngine) -> None:
     """Not for its own steps, one after the other."""
     copies = LateCopies()
