@@ -109,7 +109,11 @@ class Pooler:
                 pooled.first = tokens[0].clone()
             if is_ended[index]:
                 ended.append((row, self._vector(pooled, tokens[-1])))
-        return [PooledRow(row, vector.cpu().numpy()) for row, vector in ended]
+        if not ended:
+            return []
+        values = torch.cat([vector for _, vector in ended]).cpu().numpy()  # the device is waited for once
+        ends = np.cumsum([len(vector) for _, vector in ended])[:-1]
+        return [PooledRow(row, own) for (row, _), own in zip(ended, np.split(values, ends), strict=True)]
 
     def _vector(self, pooled: _Pooled, last: torch.Tensor) -> torch.Tensor:
         """float32: the row's result. What is not finite in the last hidden state makes it not finite."""
