@@ -193,8 +193,7 @@ def load_model(
     if getattr(config.get_text_config(), "alibi", False):
         raise UnsupportedModel(f"model type {config.model_type}: ALiBi attention is not served")
     model = (read_weights or _read_weights)(model_dir, config, torch_dtype).to(device).eval()  # type: ignore[arg-type]  # HF's stubs
-    # Else some models look for padding among the ids of every pass: a wait for the device, which no graph can record.
-    model.config.pad_token_id = None
+    model.config.pad_token_id = None  # else GPT-2 looks for padding in every pass: a wait, which no graph can record
     model.requires_grad_(False)
     if max_adapter_model_len is not None and rotary_of(model) is None:
         raise ConfigError("--max-adapter-model-len: this model has no rotary embedding that adapters could scale")
