@@ -20,7 +20,8 @@ class Masks:
     """Masks of some rows of a step."""
 
     indices: _Indices  # of the rows among those that sample, which are those of the step without the waiting ones
-    forbidden: _Bits  # [n, vocabulary / 8], bit 1: the token is not allowed
+    # [n, bytes of the longest mask], bit 1: the token is not allowed. No masked row's vocabulary has tokens behind it.
+    forbidden: _Bits
     lifted: list[int] = field(default_factory=list)  # rows where only banned tokens are allowed
     failed: list[int] = field(default_factory=list)  # indices of rows whose grammar failed
     waiting: list[int] = field(default_factory=list)  # indices among the step's rows of those whose mask is not ready
@@ -40,4 +41,6 @@ def forbid(logits: torch.Tensor, masks: Masks) -> torch.Tensor:
 
     Returns whether the logits of the masked rows were finite before, bool [number of masked rows].
     """
-    return forbid_tokens(logits, upload(masks.indices, logits.device), upload(masks.forbidden, logits.device))
+    # Adapters of other rows may have more tokens.
+    own = logits[:, : 8 * masks.forbidden.shape[1]]
+    return forbid_tokens(own, upload(masks.indices, logits.device), upload(masks.forbidden, logits.device))

@@ -91,15 +91,17 @@ class ConstraintRows:
         """Read a vocabulary now: between two steps, so that no step waits for it."""
         self._lanes.read(lambda: self._matchers.read(vocabulary)).result()
 
-    def add(self, new: NewRow) -> None:
-        """Begin a row. Raises PlanRefused for a row whose tokens are chosen elsewhere."""
+    def add(self, new: NewRow, vocab_size: int | None = None) -> None:
+        """Begin a row. `vocab_size` is that of the row's adapter; None: the base model's. Raises PlanRefused for a row
+        whose tokens are chosen elsewhere, and for a constraint over more tokens than the row has."""
         constraint = new.constraint
         if constraint is None:
             return
         if new.is_host_fed or new.pooling is not None:
             raise PlanRefused(f"new row {new.row} has a constraint and does not sample")
-        if constraint.vocabulary.num_tokens > self._vocab_size:
-            raise PlanRefused(f"new row {new.row} has a constraint over {constraint.vocabulary.num_tokens} tokens")
+        num_tokens, most = constraint.vocabulary.num_tokens, vocab_size or self._vocab_size
+        if num_tokens > most:
+            raise PlanRefused(f"new row {new.row} has a constraint over {num_tokens} tokens, its vocabulary has {most}")
         generated = new.token_ids[new.num_prompt_tokens :].tolist()
         row = _Row(
             number=new.row,
@@ -107,7 +109,7 @@ class ConstraintRows:
             min_tokens=new.sampling.min_tokens,
             banned=new.sampling.banned_token_ids,
             to_follow=generated,
-            allowed=np.zeros(self._num_words, dtype=np.int32),
+            allowed=np.zeros(max(self._num_words, -(-num_tokens // 32)), dtype=np.int32),
             position=len(generated),
         )
         self._rows[new.row] = row
@@ -149,9 +151,10 @@ class ConstraintRows:
         waiting = [index for index, row in chosen if not row.is_ready]
         missing = set(waiting)
         ready = [(index, row) for index, row in chosen if index not in missing]
+        own = [row.allowed.nbytes for _, row in ready]
         masks = Masks(
             np.array([index for index, _ in ready], dtype=np.int64),
-            np.zeros((len(ready), self._num_words * 4), dtype=np.uint8),
+            np.zeros((len(ready), max(own, default=4 * self._num_words)), dtype=np.uint8),
             waiting=waiting,
         )
         if waiting:
@@ -161,7 +164,7 @@ class ConstraintRows:
                 logger.warning("constraint failed row=%d: %s", row.number, row.error)
                 masks.failed.append(int(masks.indices[place]))
                 continue
-            np.invert(row.allowed, out=masks.forbidden[place].view(np.int32))
+            np.invert(row.allowed, out=masks.forbidden[place, : row.allowed.nbytes].view(np.int32))
             if row.allows_only_banned:
                 masks.lifted.append(row.number)
         return masks

@@ -289,7 +289,7 @@ class TorchEngine:
             rows.add(new, vocab_size)
             self._sampler.add(new, vocab_size)
             self._pooler.add(new)
-            self._constraints.add(new)
+            self._constraints.add(new, vocab_size)
             if self._speculation is not None:
                 self._speculation.add(new)
         if len(plan.appended_blocks):
