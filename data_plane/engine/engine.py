@@ -129,6 +129,7 @@ class TorchEngine:
                 build=lambda decoding, drafts: self._build(decoding, drafts=drafts),
                 forward=lambda batch: self._forward(batch)[0],
                 sample=self._sample,
+                clock=clock,
             )
         # On a GPU decode steps are built from the rows' state on the device, so that they upload next to nothing.
         self._device_rows = DeviceRows(self._rows, device)

@@ -123,7 +123,7 @@ class _Awaited:
     step: StepUnderWay
     rows: list[DraftRow | None]  # that sampled, in the order of the tokens; None: it never drafts
     has_adapters: bool | None  # of a step that only decodes; None: the time of the step says nothing
-    deciding_s: float  # of its time
+    decided_s: float  # the moment at which it was clear that it verifies no drafts
 
 
 class Speculation:
@@ -160,10 +160,9 @@ class Speculation:
         self._sample = sample
         self._rows: dict[int, DraftRow] = {}
         self._awaited: deque[_Awaited] = deque()
-        self._untimed: deque[_Awaited] = (
-            deque()
-        )  # tokens came; the thread that returns results notes the time after that
-        self._deciding_s = 0.0  # that the latest step took until it was clear that it verifies no drafts
+        # Of these the tokens have come. The thread that returns results notes the time after that.
+        self._untimed: deque[_Awaited] = deque()
+        self._decided_s = 0.0  # the moment at which it was clear that the latest step verifies no drafts
         self._num_drafted = 0  # of the step
         self._num_accepted = 0  # of these
         self.totals = (0, 0)  # both since the start
@@ -195,7 +194,7 @@ class Speculation:
         """Rows sample a token each in a step that was submitted. `catch_up` takes the tokens."""
         rows = [self._rows.get(row) for row in step.sampled.tolist()]
         has_adapters = self._has_adapters(step.sampled) if only_decodes else None
-        self._awaited.append(_Awaited(step, rows, has_adapters, self._deciding_s))
+        self._awaited.append(_Awaited(step, rows, has_adapters, self._decided_s))
 
     def catch_up(self, *, waits: bool) -> None:
         """Take the tokens of submitted steps that have come, or with `waits` of all of them."""
@@ -207,10 +206,12 @@ class Speculation:
                     state.append(token_id)
             if found.has_adapters is not None:
                 self._untimed.append(found)
-        while self._untimed and (time_s := self._untimed[0].step.time_s) is not None:
-            timed = self._untimed.popleft()
+        while self._untimed:
+            timed = self._untimed[0]
+            if (time_s := timed.step.time_since(timed.decided_s)) is None:
+                break
+            self._untimed.popleft()
             if self._costs is not None and timed.has_adapters is not None:
-                time_s -= timed.deciding_s
                 self._costs.observe(len(timed.rows), has_adapters=timed.has_adapters, time_s=time_s)
 
     def note(self, rows: Int64Array, token_ids: Int32Array) -> None:
@@ -225,10 +226,9 @@ class Speculation:
 
         None where the step has neither: it is computed as any other, and has no results that came early.
         """
-        began_s = self._clock()
         self.catch_up(waits=False)
         result = self._step(plan, decoding)
-        self._deciding_s = self._clock() - began_s
+        self._decided_s = self._clock()
         return result
 
     def _step(self, plan: StepPlan, decoding: Int64Array) -> StepOutput | None:

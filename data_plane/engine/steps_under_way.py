@@ -29,7 +29,7 @@ class StepUnderWay:
         """`previous` is the step submitted before, if it may be under way; `moved` is for the output (StepOutput)."""
         self.sampled = sampled
         self.copy = copy
-        self.time_s: float | None = None  # that it took; None before `wait`
+        self._began_s: float | None = None  # None before `wait`
         self._step_id = step_id
         self._moved = moved
         self._started_s = started_s
@@ -41,6 +41,11 @@ class StepUnderWay:
         """Whether `wait` returns at once."""
         return self.copy.is_done()
 
+    def time_since(self, decided_s: float) -> float | None:
+        """What it took, in s, of the time behind this moment. None before `wait`."""
+        began_s = self._began_s
+        return None if began_s is None else self._ended_s - max(began_s, decided_s)
+
     def wait(self) -> StepOutput:
         """The results. To be called once, in the order of the steps. The time begins where the step before ended."""
         tokens, finite = self.copy.read()
@@ -49,14 +54,14 @@ class StepUnderWay:
         if self._previous is not None:
             began_s = max(began_s, self._previous._ended_s)
             self._previous = None
-        self.time_s = self._ended_s - began_s
+        self._began_s = began_s
         rows = self.sampled.astype(np.int32)
         return StepOutput(
             self._step_id,
             rows[finite],
             tokens[finite],
             rows[~finite],
-            int(self.time_s * 1e6),
+            int((self._ended_s - began_s) * 1e6),
             num_moved_blocks=self._moved[0],
             move_time_us=self._moved[1],
         )

@@ -5,6 +5,7 @@ They are replayed from graphs, and nobody waits for their results before drafts 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,17 @@ import torch
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.pass_costs import PassCosts
-from data_plane.engine.sampling.results import ResultCopies
+from data_plane.engine.rows import BoolArray
+from data_plane.engine.sampling.results import ResultCopies, ResultCopy
 from data_plane.models.loader import LoadedModel
-from data_plane.plan import PendingStep, RowSampling, StepPlan
+from data_plane.plan import Int32Array, PendingStep, RowSampling, StepPlan
 from kernels import native
 from tests.data_plane.engine.device.reruns import Reruns
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import make_plan
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.data_plane.engine.test_speculation import BLOCK, LOOP, Request, assert_same, run
-from tests.data_plane.engine.test_steps_under_way import LateCopies
+from tests.data_plane.engine.test_steps_under_way import Clock, LateCopies
 from tests.makers import make_adapter
 
 DRAWN = RowSampling(temperature=0.5, top_k=0, top_p=1.0, seed=5, repetition_penalty=1.05)
@@ -72,7 +74,12 @@ def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> TorchEn
 
 
 def drafting(
-    plain: TorchEngine, recorder: Reruns | None, *, mode: str = "ngram", copies: ResultCopies | None = None
+    plain: TorchEngine,
+    recorder: Reruns | None,
+    *,
+    mode: str = "ngram",
+    copies: ResultCopies | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> TorchEngine:
     engine = TorchEngine(
         plain.model,
@@ -82,6 +89,7 @@ def drafting(
         decodes_on_device=True,
         speculative=mode,
         copies=copies,
+        clock=clock,
     )
     if recorder is not None:
         engine.decode_steps.record(recorder, (2, 4), has_adapters=True)
@@ -146,6 +154,49 @@ def test_the_time_of_a_step_counts_also_if_it_is_known_after_the_tokens(
         step.wait()
     pending.append(engine.submit(make_plan(4)))
     assert seen == [2], "the step that decoded; a prompt's time says nothing"
+
+
+class SlowCopies(LateCopies):
+    """The first results take 4 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def start(self, tokens: torch.Tensor, finite: torch.Tensor) -> ResultCopy:
+        copy = super().start(tokens, finite)
+        if len(self.started) == 1:
+            read = copy.read
+
+            def read_slowly() -> tuple[Int32Array, BoolArray]:
+                self._clock.now_s += 0.0 if copy.is_done() else 4.0
+                return read()
+
+            copy.read = read_slowly  # type: ignore[method-assign]
+        return copy
+
+
+def test_the_time_of_a_step_has_nothing_of_the_steps_that_its_drafts_waited_for(
+    plain: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted off twice, it made the time of plain steps negative: with `auto` nothing would be drafted any more."""
+    seen: list[float] = []
+
+    def noted(_: PassCosts, num_tokens: int, *, has_adapters: bool, time_s: float) -> None:
+        seen.append(time_s)
+
+    monkeypatch.setattr(PassCosts, "can_gain", lambda *_, **__: True)
+    monkeypatch.setattr(PassCosts, "observe", noted)
+    clock = Clock()
+    engine = drafting(plain, None, mode="auto", copies=SlowCopies(clock), clock=clock)
+    pending = [engine.submit(make_plan(1, new=[Request([5]).new_row(0)], prefills=[(0, 1)]))]
+    pending += [engine.submit(replace(make_plan(2), num_more=1)), engine.submit(make_plan(3))]
+    assert clock.now_s == 104.0, "the second step waited for the first one"
+    for step in pending:
+        step.wait()
+        clock.now_s += 1.0
+    engine.submit(make_plan(4, freed=[0]))
+    assert seen == [1.0, 1.0]
 
 
 def test_a_plan_without_drafts_waits_for_the_steps_before_it_alone(plain: TorchEngine) -> None:
