@@ -131,7 +131,7 @@ def quicken_interpreter() -> None:
         return blocks[key]
 
     def init_block_once(self: Any, element_ty: Any, shape: Any) -> None:
-        if not hasattr(self, "shape"):
+        if not hasattr(self, "name"):  # what is set last: a shape that was refused is refused again
             init_block(self, element_ty, shape)
             self.shape = block_shapes.setdefault(tuple(self.shape), self.shape)
 
