@@ -1,8 +1,8 @@
 """The real engine (data_plane.plan.Engine): rows, one packed forward pass per step, sampling. One thread.
 
 A step returns as soon as its work is queued on the device. It waits for its own results only where a later step needs
-them on the host: in a pass that verifies drafts, and for rows with a constraint, log-probabilities or a vector. Where all
-rows of a step decode one token, a GPU computes it from their state on the device, whether it waits or not.
+them on the host: in a pass that verifies drafts, and for rows with a constraint, log-probabilities or a vector. A step
+whose rows all decode one token is computed from their state on the device where that is a GPU, waiting or not.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from motet import (
     StructuralTags,
 )
 from motet.cli.main import main
+from tokenizers import Tokenizer
 
 from tests.e2e.harness import System, wait_until
 from tests.makers import make_adapter, make_checkpoint, make_tokenizer
@@ -99,6 +100,32 @@ def test_every_form_holds_in_a_full_batch_and_alone(client: Client) -> None:
             assert re.fullmatch("<[xyz]{2,5}>", text)
     for index in (0, 3, 6, 9, 13):
         assert ask(jobs[index]) == together[index]
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*embedding layer has been resized")
+def test_an_adapter_with_more_tokens_is_constrained_and_others_beside_it(
+    system: System, client: Client, tmp_path: Path
+) -> None:
+    """Either ended the session of the worker: the requests went from worker to worker."""
+    both = ["embed_tokens", "lm_head"]
+    wide = make_adapter(tmp_path / "wide", system.model_dir, rank=4, resize=300, modules_to_save=both)
+    tokenizer = Tokenizer.from_file(str(system.model_dir / "tokenizer.json"))
+    tokenizer.add_tokens([f"neu{index}" for index in range(256, 300)])
+    tokenizer.save(str(wide / "tokenizer.json"))
+    client.adapters.register("wide", wide)
+    epoch = client.status().workers[0].epoch
+    forms = {("", 0): Regex("[a-f]{3}"), ("wide", 0): Regex("(neu2[0-9]{2} ){2}neu299"), ("wide", 1): None}
+
+    def ask(job: tuple[str, int]) -> tuple[str, int]:
+        tokens = {"constraint": forms[job], "seed": 3} if forms[job] is not None else {"seed": 4}
+        done = client.generate("Go:", adapter=job[0], temperature=1.0, max_tokens=40, **tokens).result()
+        return done.text, max(done.token_ids)
+
+    with ThreadPoolExecutor(3) as threads:
+        texts = dict(zip(forms, threads.map(ask, forms), strict=True))
+    assert re.fullmatch("[a-f]{3}", texts["", 0][0])
+    assert re.fullmatch("(neu2[0-9]{2} ){2}neu299", texts["wide", 0][0])
+    assert client.status().workers[0].epoch == epoch, "no session ended"
 
 
 def test_a_json_object_and_tags_are_followed(client: Client) -> None:
