@@ -25,7 +25,9 @@ def test_the_programs_of_the_readme_run_as_they_are_printed(served: Served) -> N
     [commands] = [block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if ADDRESS in block]
     curl = commands[commands.index("curl ") :].replace(ADDRESS, served.gateway.url)
     said = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=WAIT_S, check=True).stdout
-    assert json.loads(said)["choices"][0]["message"]["role"] == "assistant"
+    completion, end = json.JSONDecoder().raw_decode(said)
+    assert completion["choices"][0]["text"]
+    assert json.loads(said[end:])["choices"][0]["message"]["role"] == "assistant"
     [program] = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if ADDRESS in block]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
