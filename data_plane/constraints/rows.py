@@ -71,7 +71,6 @@ class ConstraintRows:
 
     def __init__(self, vocab_size: int, *, lanes: Lanes | None = None) -> None:
         self._vocab_size = vocab_size
-        self._num_words = -(-vocab_size // 32)
         self._lanes = lanes or Lanes()
         self._patience = Allowance(PATIENCE_S, PATIENCE_SHARE, self._lanes.now_s())
         self._matchers = Matchers()  # used by the thread that reads
@@ -109,7 +108,7 @@ class ConstraintRows:
             min_tokens=new.sampling.min_tokens,
             banned=new.sampling.banned_token_ids,
             to_follow=generated,
-            allowed=np.zeros(max(self._num_words, -(-num_tokens // 32)), dtype=np.int32),
+            allowed=np.zeros(-(-most // 32), dtype=np.int32),
             position=len(generated),
         )
         self._rows[new.row] = row
@@ -154,7 +153,7 @@ class ConstraintRows:
         own = [row.allowed.nbytes for _, row in ready]
         masks = Masks(
             np.array([index for index, _ in ready], dtype=np.int64),
-            np.zeros((len(ready), max(own, default=4 * self._num_words)), dtype=np.uint8),
+            np.zeros((len(ready), max(own, default=-(-self._vocab_size // 8))), dtype=np.uint8),
             waiting=waiting,
         )
         if waiting:

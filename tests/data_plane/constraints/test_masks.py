@@ -137,6 +137,15 @@ def test_no_penalty_lifts_a_token_above_those_that_are_allowed(vocabulary: Vocab
     assert int(penalised.argmax()) == b
 
 
+def test_tokens_of_an_adapter_that_the_constraint_does_not_know_are_forbidden(vocabulary: Vocabulary) -> None:
+    """The adapter has 64 tokens more than the vocabulary that the grammar was compiled over."""
+    rows = PatientRows(NUM_TOKENS)
+    rows.add(row_of(["b"], vocabulary), NUM_TOKENS + 64)
+    logits = torch.zeros(1, NUM_TOKENS + 64)
+    forbid(logits, masks_of(rows, [0]))
+    assert torch.nonzero(logits[0] == 0).flatten().tolist() == [_id_of(Tokenizer.from_str(vocabulary.tokenizer), "b")]
+
+
 def test_a_host_fed_row_has_no_constraint(vocabulary: Vocabulary) -> None:
     with pytest.raises(PlanRefused, match="constraint"):
         PatientRows(NUM_TOKENS).add(replace(row_of(["b"], vocabulary), is_host_fed=True))
