@@ -206,10 +206,14 @@ class Speculation:
                     state.append(token_id)
             if found.has_adapters is not None:
                 self._untimed.append(found)
+        self._note_times()
+
+    def _note_times(self) -> None:
+        """Give the costs the times of the steps that have one by now, in order."""
         while self._untimed:
             timed = self._untimed[0]
             if (time_s := timed.step.time_since(timed.decided_s)) is None:
-                break
+                return
             self._untimed.popleft()
             if self._costs is not None and timed.has_adapters is not None:
                 self._costs.observe(len(timed.rows), has_adapters=timed.has_adapters, time_s=time_s)

@@ -116,7 +116,7 @@ class StepGraphs:
         self._row_ids, self._token_slots = (
             torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=device) for _ in range(2)
         )
-        # Where every graph leaves its logits: with memory of its own for them each would keep as much as a step needs.
+        # Where every graph leaves its logits. With memory of its own, each graph would keep as much as its step's take.
         self._logits: torch.Tensor | None = None
         self._rows_there: torch.Tensor | None = None  # copied into the first one
         self._slots_there = b""  # in the second one

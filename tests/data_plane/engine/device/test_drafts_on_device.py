@@ -6,7 +6,7 @@ They are replayed from graphs, and nobody waits for their results before drafts 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from data_plane.engine.rows import BoolArray
 from data_plane.engine.sampling.results import ResultCopies, ResultCopy
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import Int32Array, PendingStep, RowSampling, StepPlan
-from kernels import native
 from tests.data_plane.engine.device.reruns import Reruns
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import make_plan
@@ -30,13 +29,6 @@ from tests.data_plane.engine.test_steps_under_way import Clock, LateCopies
 from tests.makers import make_adapter
 
 DRAWN = RowSampling(temperature=0.5, top_k=0, top_p=1.0, seed=5, repetition_penalty=1.05)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _native_settings_of_this_file() -> Iterator[None]:
-    usual = native.settings()
-    yield
-    native.configure(usual)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tokenizers import Tokenizer
 
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowConstraint, RowLogprobs, RowSampling, StepOutput, Vocabulary
-from kernels import native
 from tests.data_plane.constraints.test_rows import HeldLanes, run_all
 from tests.data_plane.engine.device.reruns import Reruns
 from tests.data_plane.engine.device.test_step_graphs import engine_with
@@ -22,13 +20,6 @@ from tests.data_plane.engine.test_engine import PROMPT, new_row
 from tests.makers import make_tokenizer
 
 DRAWN = RowSampling(temperature=0.9, top_k=50, top_p=0.95, seed=7)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _native_settings_of_this_file() -> Iterator[None]:
-    usual = native.settings()
-    yield
-    native.configure(usual)
 
 
 @pytest.fixture(scope="module")

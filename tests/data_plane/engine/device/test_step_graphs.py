@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.device.step_graphs import TIERS, Graph, GraphKey, StepGraphs
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling
-from kernels import native
 from kernels.paged_attention import RowBatch
 from tests.data_plane.engine.device.recorded_rig import RECORDED_ARCHS, experts_of
 from tests.data_plane.engine.device.reruns import Body, Reruns
@@ -36,13 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*target_parameters", "ignore:.*
 LEARNED_POSITIONS = dict.fromkeys(("gpt2", "opt"), ("data_plane/models/loader.py:_logits",))
 DRAWN = RowSampling(temperature=0.9, top_k=50, top_p=0.95, seed=7)
 ADAPTERS: tuple[dict[str, Any], ...] = ({"rank": 4}, {"rank": 8}, {"rank": 4, "use_dora": True}, {"rank": 20})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _native_settings_of_this_file() -> Iterator[None]:
-    usual = native.settings()
-    yield
-    native.configure(usual)
 
 
 @pytest.fixture(scope="module")
