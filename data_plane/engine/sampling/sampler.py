@@ -18,7 +18,7 @@ from data_plane.engine.rows import Int64Array
 from data_plane.engine.sampling.token_history import TokenHistory
 from data_plane.errors import PlanRefused
 from data_plane.plan import Float32Array, Int32Array, NewRow, RowSampling
-from kernels.devices import upload
+from kernels.devices import upload, upload_all
 from kernels.sampling import (
     DRAW_PARAMETERS,
     FILTERS,
@@ -32,6 +32,8 @@ from kernels.sampling import (
 
 # Token ids and what is added to their logits; -inf bans.
 _Biases = tuple[Int64Array, Float32Array]
+# Sets of rows whose settings stay on the device: those of a step, by the size of their vocabularies.
+_MOST_SETS = 8
 _NO_BIASES: _Biases = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32))
 
 
@@ -43,6 +45,16 @@ class SamplerStats:
     num_biased_rows: int
     num_histories: int  # of rows with penalties
     num_history_places: int  # allocated, histories included
+
+
+@dataclass(slots=True)
+class _OnDevice:
+    """What a set of rows needs to draw, on the device. Only positions change from step to step."""
+
+    settings: SamplingRows | None  # with every position 0; None: all rows are greedy
+    counted: tuple[torch.Tensor, torch.Tensor] | None  # indices of the rows with a history, and its places; int64
+    # Of the last step: which rows were before their min_tokens, bool [n] as bytes, and what changes their logits.
+    adjustments: tuple[bytes, Adjustments | None] | None = None
 
 
 class Sampler:
@@ -62,8 +74,8 @@ class Sampler:
         self._biases: dict[int, tuple[_Biases, _Biases]] = {}
         # By the size of a vocabulary, that of the model first.
         self._histories = {vocab_size: TokenHistory(vocab_size=vocab_size, device=device)}
-        # Settings of the rows that drew last, valid until a row begins. Only their positions change from step to step.
-        self._last_draws: tuple[bytes, SamplingRows | None] | None = None
+        # By the numbers of rows that drew lately, as bytes. Valid until a row begins or ends.
+        self._on_device: dict[bytes, _OnDevice] = {}
         # Most likely tokens returned beside each token; -1: no log-probabilities.
         self.num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_rows, -1, dtype=np.int64)
@@ -75,7 +87,7 @@ class Sampler:
         num_tokens = self._vocab_size if vocab_size is None else vocab_size
         _check(new, num_tokens)
         self._num_tokens[row] = num_tokens
-        self._last_draws = None
+        self._on_device.clear()
         for name, values in self._draw.items():
             values[row] = getattr(sampling, name) if name != "seed" else np.uint64(sampling.seed).astype(np.int64)
         self._draw["top_k"][row] = min(sampling.top_k, num_tokens)
@@ -114,6 +126,7 @@ class Sampler:
 
     def free(self, rows: Int32Array) -> None:
         """End rows."""
+        self._on_device.clear()
         for row in rows[self._is_adjusted[rows]].tolist():
             if self._history_place[row] >= 0:
                 self._release(int(self._num_tokens[row]), int(self._history_place[row]))
@@ -128,6 +141,7 @@ class Sampler:
 
     def clear(self) -> None:
         """End every row."""
+        self._on_device.clear()
         self._is_adjusted[:] = False
         self._history_place[:] = -1
         self._biases.clear()
@@ -150,12 +164,14 @@ class Sampler:
         positions [n] are the indices of the tokens in the rows' completions, from 0; `positions_there` are the same on
         the device, int64, where they are there already.
         """
-        adjustments = self.adjustments(rows, positions) if self._is_adjusted[rows].any() else None
-        tokens, is_finite = sample_and_check(logits, self._draws(rows, positions, positions_there), adjustments)
-        places = self._history_place[rows]
-        if (places >= 0).any():
-            history = self._histories[logits.shape[1]]
-            history.count(self._tensor(places[places >= 0]), tokens[self._tensor(np.flatnonzero(places >= 0))])
+        there = self._of(rows)
+        settings = there.settings
+        if settings is not None:
+            settings = replace(settings, position=self._tensor(positions) if positions_there is None else positions_there)
+        tokens, is_finite = sample_and_check(logits, settings, self.adjustments(rows, positions))
+        if there.counted is not None:
+            indices, places = there.counted
+            self._histories[logits.shape[1]].count(places, tokens[indices])
         return tokens, is_finite
 
     def processed_logits(
@@ -170,11 +186,11 @@ class Sampler:
             return None
         indices = np.flatnonzero(wants)
         chosen, at = rows[indices], positions[indices]
-        settings = self._settings(chosen)
+        settings = self._of(chosen).settings
         return indices, processed_logits(
             logits[self._tensor(indices)],
             None if settings is None else replace(settings, position=self._tensor(at)),
-            self.adjustments(chosen, at) if self._is_adjusted[chosen].any() else None,
+            self.adjustments(chosen, at),
         )
 
     def _release(self, num_tokens: int, place: int) -> None:
@@ -184,31 +200,41 @@ class Sampler:
         if num_tokens != self._vocab_size and history.num_held == 0:
             del self._histories[num_tokens]
 
-    def _draws(
-        self, rows: Int64Array, positions: Int64Array, positions_there: torch.Tensor | None
-    ) -> SamplingRows | None:
-        key = rows.tobytes()
-        if self._last_draws is None or self._last_draws[0] != key:
-            self._last_draws = (key, self._settings(rows))
-        settings = self._last_draws[1]
-        if settings is None:
+    def adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments | None:
+        """Adjustments of the rows whose logits change in this step. None if no row's logits change."""
+        is_adjusted = self._is_adjusted[rows]
+        if not is_adjusted.any():
             return None
-        return replace(settings, position=self._tensor(positions) if positions_there is None else positions_there)
+        there = self._of(rows)
+        is_before = (is_adjusted & (positions < self._min_tokens[rows])).tobytes()
+        if there.adjustments is None or there.adjustments[0] != is_before:
+            there.adjustments = is_before, self._adjustments(rows, positions)
+        return there.adjustments[1]
+
+    def _of(self, rows: Int64Array) -> _OnDevice:
+        key = rows.tobytes()
+        if key not in self._on_device:
+            if len(self._on_device) == _MOST_SETS:
+                self._on_device.clear()
+            places = self._history_place[rows]
+            indices = np.flatnonzero(places >= 0)
+            counted = upload_all(self._device, indices, places[indices]) if len(indices) else None
+            self._on_device[key] = _OnDevice(self._settings(rows), None if counted is None else (counted[0], counted[1]))
+        return self._on_device[key]
 
     def _settings(self, rows: Int64Array) -> SamplingRows | None:
         """Sampling settings of `rows`, with every position set to 0. None if all rows are greedy."""
         if not self._draw["temperature"][rows].any():
             return None
         values = {name: array[rows] for name, array in self._draw.items()}
-        settings: dict[str, Any] = {name: self._tensor(array) for name, array in values.items()}
-        for name in FILTERS:
-            settings[f"has_{name}"] = bool((values[name] != DRAW_PARAMETERS[name].neutral).any())
-        limits = [values[name] != DRAW_PARAMETERS[name].neutral for name in FILTERS]
-        limited = np.flatnonzero(np.logical_or.reduce(limits) & (values["temperature"] > 0))
-        return SamplingRows(**settings, position=self._tensor(np.zeros_like(rows)), limited=self._tensor(limited))
+        is_limited = {name: values[name] != DRAW_PARAMETERS[name].neutral for name in FILTERS}
+        limited = np.flatnonzero(np.logical_or.reduce(list(is_limited.values())) & (values["temperature"] > 0))
+        *numbers, position, limited_there = upload_all(self._device, *values.values(), np.zeros_like(rows), limited)
+        settings: dict[str, Any] = dict(zip(values, numbers, strict=True))
+        settings |= {f"has_{name}": bool(has_one.any()) for name, has_one in is_limited.items()}
+        return SamplingRows(**settings, position=position, limited=limited_there)
 
-    def adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments | None:
-        """Adjustments of the rows whose logits change in this step. None if no row's logits change."""
+    def _adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments | None:
         biases_by_index = {
             index: self._biases_of(int(rows[index]), int(positions[index]))
             for index in np.flatnonzero(self._is_adjusted[rows]).tolist()
@@ -220,16 +246,16 @@ class Sampler:
         if len(indices) == 0:
             return None
         adjusted, biases = rows[indices], [biases_by_index[index] for index in indices.tolist()]
-        counts = [len(token_ids) for token_ids, _ in biases]
-        return Adjustments(
-            rows=self._tensor(indices),
-            **{name: self._tensor(values[adjusted]) for name, values in self._penalties.items()},
-            history_row=self._tensor(self._history_place[adjusted]),
-            history=self._history_of(adjusted).table,
-            bias_row=self._tensor(np.repeat(np.arange(len(indices)), counts)),
-            bias_token=self._tensor(np.concatenate([token_ids for token_ids, _ in biases])),
-            bias=self._tensor(np.concatenate([values for _, values in biases])),
-        )
+        arrays = {
+            "rows": indices,
+            "history_row": self._history_place[adjusted],
+            "bias_row": np.repeat(np.arange(len(indices)), [len(token_ids) for token_ids, _ in biases]),
+            "bias_token": np.concatenate([token_ids for token_ids, _ in biases]),
+            "bias": np.concatenate([values for _, values in biases]),
+            **{name: values[adjusted] for name, values in self._penalties.items()},
+        }
+        there = dict(zip(arrays, upload_all(self._device, *arrays.values()), strict=True))
+        return Adjustments(**there, history=self._history_of(adjusted).table)
 
     def _history_of(self, rows: Int64Array) -> TokenHistory:
         """The histories of rows with vocabularies of one size, of which none may have a history."""
