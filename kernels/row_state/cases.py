@@ -42,6 +42,7 @@ def make(case: Case, *, device: torch.device | str = "cpu", seed: int = 0) -> tu
         below(1 << 40, count).to(device),
         below(room, count).int().to(device),
         (1 + below(room, count)).int().to(device),
+        (below(9, count) - 1).int().to(device),
         below(1 << 20, count, case.max_blocks).int().to(device),
     )
     return state, torch.tensor(case.rows, dtype=torch.int32, device=device)

@@ -25,6 +25,7 @@ def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int) -> Decod
         torch.where(is_row, blocks * block_size + positions % block_size, -1),
         torch.where(is_row, computed + 1, 0).int(),
         torch.where(is_row, positions + 1 - state.num_prompt[ids], 0),
+        torch.where(is_row, state.slots[ids], -1),
     )
     # Padding adds nothing to row 0. index_add_ adds for each of several equal indices.
     state.num_computed.index_add_(0, ids, is_row.int())
@@ -38,3 +39,9 @@ def store_tokens(last_tokens: torch.Tensor, rows: torch.Tensor, tokens: torch.Te
     wide = torch.cat([last_tokens, last_tokens.new_zeros(1)])
     wide[torch.where(ids >= 0, ids, len(last_tokens))] = tokens
     last_tokens.copy_(wide[:-1])
+
+
+def store_differences(whole: torch.Tensor, differences: torch.Tensor) -> None:
+    """See the package."""
+    places, values = differences.chunk(2)
+    whole.index_copy_(0, places.long(), values)

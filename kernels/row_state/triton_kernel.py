@@ -1,4 +1,5 @@
-"""row_state on the GPU: one launch before a step's layers and one after them, for any number of rows."""
+"""row_state on the GPU, for any number of rows: one launch before a step's layers and one after them, and one more
+where rows changed."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ BLOCK = 128
 def decode_inputs_kernel(
     longs_ptr,  # int64 [4, num_tokens]: input ids, positions, KV positions, completion index
     context_lens_ptr,  # int32 [num_tokens]
+    token_slots_ptr,  # int32 [num_tokens]
     rows_ptr,  # int32 [num_tokens], -1 for no row
     last_tokens_ptr,  # int64 [R]
     num_computed_ptr,  # int32 [R], advanced by one
     num_prompt_ptr,  # int32 [R]
+    slots_ptr,  # int32 [R]
     tables_ptr,  # int32 [R, max_blocks]
     num_tokens,
     stride_table,
@@ -47,6 +50,7 @@ def decode_inputs_kernel(
     tl.store(longs_ptr + 2 * num_tokens + offs, kv_position, mask=is_inside)
     tl.store(longs_ptr + 3 * num_tokens + offs, tl.where(is_row, position + 1 - prompt, 0), mask=is_inside)
     tl.store(context_lens_ptr + offs, tl.where(is_row, computed + 1, 0), mask=is_inside)
+    tl.store(token_slots_ptr + offs, tl.load(slots_ptr + row, mask=is_row, other=-1), mask=is_inside)
     tl.store(num_computed_ptr + row, computed + 1, mask=is_row)
 
 
@@ -66,21 +70,38 @@ def store_tokens_kernel(
     tl.store(last_tokens_ptr + row, token, mask=row >= 0)
 
 
+@kernel(do_not_specialize=["num_differences"])
+def store_differences_kernel(
+    whole_ptr,  # int32
+    differences_ptr,  # int32 [2, num_differences]: places, values
+    num_differences,
+    BLOCK: tl.constexpr,
+):
+    """whole[places] = values. Grid: (ceil(num_differences / BLOCK),)."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = offs < num_differences
+    place = tl.load(differences_ptr + offs, mask=is_inside, other=0).to(tl.int64)
+    value = tl.load(differences_ptr + num_differences + offs, mask=is_inside, other=0)
+    tl.store(whole_ptr + place, value, mask=is_inside)
+
+
 def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int) -> DecodeInputs:
     """See the package."""
     from kernels.row_state import DecodeInputs
 
     num_tokens = len(rows)
     longs = torch.empty(4, num_tokens, dtype=torch.int64, device=rows.device)
-    context_lens = torch.empty(num_tokens, dtype=torch.int32, device=rows.device)
+    context_lens, token_slots = (torch.empty(num_tokens, dtype=torch.int32, device=rows.device) for _ in range(2))
     if num_tokens:
         decode_inputs_kernel[(ceil_div(num_tokens, BLOCK),)](
             longs,
             context_lens,
+            token_slots,
             rows,
             state.last_tokens,
             state.num_computed,
             state.num_prompt,
+            state.slots,
             state.block_tables,
             num_tokens,
             state.block_tables.stride(0),
@@ -88,10 +109,17 @@ def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int) -> Decod
             BLOCK=BLOCK,
         )
     input_ids, positions, kv_positions, completion_index = longs.unbind(0)
-    return DecodeInputs(input_ids, positions, kv_positions, context_lens, completion_index)
+    return DecodeInputs(input_ids, positions, kv_positions, context_lens, completion_index, token_slots)
 
 
 def store_tokens(last_tokens: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> None:
     """See the package."""
     if len(rows):
         store_tokens_kernel[(ceil_div(len(rows), BLOCK),)](last_tokens, rows, tokens, len(rows), BLOCK=BLOCK)
+
+
+def store_differences(whole: torch.Tensor, differences: torch.Tensor) -> None:
+    """See the package."""
+    count = len(differences) // 2
+    if count:
+        store_differences_kernel[(ceil_div(count, BLOCK),)](whole, differences, count, BLOCK=BLOCK)

@@ -20,7 +20,12 @@ from kernels.gated_activation.triton_kernel import BLOCK, gated_activation_fp8_k
 from kernels.linear.triton_row import NARROW_TILE, NUM_WARPS, WIDE_TILE, row_linear_kernel
 from kernels.rms_norm.triton_kernel import rms_norm_kernel
 from kernels.rope.triton_kernel import BLOCK_HEADS, rope_kernel
-from kernels.row_state.triton_kernel import BLOCK as ROWS, decode_inputs_kernel, store_tokens_kernel
+from kernels.row_state.triton_kernel import (
+    BLOCK as ROWS,
+    decode_inputs_kernel,
+    store_differences_kernel,
+    store_tokens_kernel,
+)
 from kernels.swap_blocks.triton_kernel import CHUNK, swap_blocks_kernel
 from kernels.token_rows.triton_kernel import embeddings_kernel, logits_kernel
 from tests.kernels.compiling import compile_for_h200, stack_bytes
@@ -93,9 +98,11 @@ def compile_token_rows() -> None:
 
 def compile_row_state() -> None:
     longs = dict.fromkeys(("longs_ptr", "last_tokens_ptr", "tokens_ptr"), "*i64")
-    ints = dict.fromkeys(("context_lens_ptr", "rows_ptr", "num_computed_ptr", "num_prompt_ptr", "tables_ptr"), "*i32")
+    names = "context_lens token_slots rows num_computed num_prompt slots tables whole differences"
+    ints = {f"{name}_ptr": "*i32" for name in names.split()}
     compile_kernel(decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": ROWS}, longs | ints, 4)
     compile_kernel(store_tokens_kernel, {"BLOCK": ROWS}, longs | ints, 4)
+    compile_kernel(store_differences_kernel, {"BLOCK": ROWS}, ints, 4)
 
 
 def compile_row_linear(num_in: int, tile: tuple[int, int], *, has_bias: bool) -> None:

@@ -96,7 +96,7 @@ class DecodeSteps:
             adapters = StepAdapters()
             if slots := np.unique(every[every >= 0]).tolist():
                 adapters = self._adapters(token_slots, slots, further)
-            row_ids, inputs = self._device_rows.begin_step(decoding)
+            row_ids, inputs = self._device_rows.begin_step(decoding, token_slots)
             longest = min(bucket(int(computed.max()) + 1), self._longest)
             logits = self._forward(row_ids, inputs, adapters, longest)
             completion_index = inputs.completion_index

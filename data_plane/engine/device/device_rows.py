@@ -10,8 +10,11 @@ import numpy as np
 import torch
 
 from data_plane.engine.rows import Int64Array, Rows
+from data_plane.plan import Int32Array
 from kernels.devices import upload
-from kernels.row_state import DecodeInputs, RowState, decode_inputs, store_tokens
+from kernels.row_state import DecodeInputs, RowState, decode_inputs, store_differences, store_tokens
+
+_UNKNOWN = -2  # no slot has this number
 
 
 class DeviceRows:
@@ -23,17 +26,20 @@ class DeviceRows:
         max_rows, max_blocks = rows.block_table.shape
         width = _padded(max_blocks)  # Triton compiles a kernel anew for rows that are not at multiples of 16 bytes
         # One tensor, so that one scatter brings every kind of change.
-        self._whole = torch.zeros(2 * _padded(max_rows) + max_rows * width, dtype=torch.int32, device=device)
-        self._prompt_at, self._tables_at, self._width = _padded(max_rows), 2 * _padded(max_rows), width
+        places = _padded(max_rows)
+        self._whole = torch.zeros(3 * places + max_rows * width, dtype=torch.int32, device=device)
+        self._prompt_at, self._slots_at, self._tables_at, self._width = places, 2 * places, 3 * places, width
         self.state = RowState(
             torch.zeros(max_rows, dtype=torch.int64, device=device),
             self._whole[:max_rows],
             self._whole[self._prompt_at : self._prompt_at + max_rows],
+            self._whole[self._slots_at : self._slots_at + max_rows],
             self._whole[self._tables_at :].view(max_rows, width),
         )
-        # What the device has of each row: of which row by this number, its computed tokens and its blocks.
+        # What the device has of each row: of which row by this number, its computed tokens, its slot and its blocks.
         self._begun = np.full(max_rows, -1, dtype=np.int64)
         self._num_computed = np.zeros(max_rows, dtype=np.int64)
+        self._slots = np.full(max_rows, _UNKNOWN, dtype=np.int32)
         self._num_blocks = np.zeros(max_rows, dtype=np.int64)
         self._row_ids: tuple[bytes, torch.Tensor] = (b"", torch.zeros(0, dtype=torch.int32, device=device))
 
@@ -46,15 +52,18 @@ class DeviceRows:
     def block_size(self) -> int:
         return self._rows.block_size
 
-    def begin_step(self, decoding: Int64Array) -> tuple[torch.Tensor, DecodeInputs]:
-        """The rows, int32 [n] on the device, and what a step of them reads. The device's copy is advanced by it."""
-        row_ids = self.advance(decoding)
+    def begin_step(self, decoding: Int64Array, slots: Int32Array) -> tuple[torch.Tensor, DecodeInputs]:
+        """The rows, int32 [n] on the device, and what a step of them reads, which advances the device's copy.
+
+        `slots` int32 [n] are those of their tokens, -1 for no adapter.
+        """
+        row_ids = self.advance(decoding, slots)
         return row_ids, decode_inputs(self.state, row_ids, self.block_size)
 
-    def advance(self, decoding: Int64Array) -> torch.Tensor:
+    def advance(self, decoding: Int64Array, slots: Int32Array) -> torch.Tensor:
         """The rows, int32 [n] on the device, the same tensor while they are the same. What the device lacks of them is
         there then; the caller queues `decode_inputs` for them, which advances the device's copy."""
-        row_ids = self._update(decoding)
+        row_ids = self._update(decoding, slots)
         self._num_computed[decoding] += 1
         return row_ids
 
@@ -62,7 +71,7 @@ class DeviceRows:
         """The block tables by row number, int32 [max_rows, blocks] on the device, with all blocks of these rows."""
         places, values = self._differences(step_rows)
         if len(places):
-            self._scatter(upload(np.concatenate([places, values]).astype(np.int32), self._device))
+            store_differences(self._whole, upload(np.concatenate([places, values]).astype(np.int32), self._device))
         return self.state.block_tables
 
     def end_step(self, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -73,9 +82,9 @@ class DeviceRows:
         """Every row was forgotten."""
         self._begun[:] = -1
 
-    def _update(self, decoding: Int64Array) -> torch.Tensor:
+    def _update(self, decoding: Int64Array, slots: Int32Array) -> torch.Tensor:
         """Bring the device up to date for these rows. Their numbers on the device."""
-        places, values = self._differences(decoding)
+        places, values = self._differences(decoding, slots)
         key = decoding.tobytes()
         is_other = self._row_ids[0] != key
         if not is_other and len(places) == 0:
@@ -88,18 +97,14 @@ class DeviceRows:
         packed[at + len(places) :] = values
         there = upload(packed, self._device)
         if len(places):
-            self._scatter(there[at:])
+            store_differences(self._whole, there[at:])
         if is_other:
             self._row_ids = (key, there[: len(row_ids)])
         return self._row_ids[1]
 
-    def _scatter(self, differences: torch.Tensor) -> None:
-        """Write values at places of the whole; int32 [2 n] on the device, the places before the values."""
-        places, values = differences.chunk(2)
-        self._whole.index_copy_(0, places.long(), values)
-
-    def _differences(self, decoding: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Places in the whole, and their values, that the device does not have of these rows."""
+    def _differences(self, decoding: Int64Array, slots: Int32Array | None = None) -> tuple[Int64Array, Int64Array]:
+        """Places in the whole, and their values, that the device does not have of these rows. `slots`: of their tokens;
+        None: this step does not read them."""
         rows = self._rows
         is_new = self._begun[decoding] != rows.begun[decoding]
         computed = rows.num_computed[decoding]
@@ -112,8 +117,14 @@ class DeviceRows:
         self._begun[new] = rows.begun[new]
         self._num_computed[decoding] = computed
         self._num_blocks[decoding] = rows.num_row_blocks[decoding]
+        self._slots[new] = _UNKNOWN
         places = [moved, self._prompt_at + new, self._tables_at + owners * self._width + columns]
         values = [rows.num_computed[moved], rows.num_prompt[new], rows.block_table[owners, columns].astype(np.int64)]
+        if slots is not None:
+            is_other = self._slots[decoding] != slots
+            self._slots[decoding] = slots
+            places.append(self._slots_at + decoding[is_other])
+            values.append(slots[is_other].astype(np.int64))
         return np.concatenate(places), np.concatenate(values)
 
 

@@ -1,8 +1,8 @@
 """Decode steps as graphs: their launches are recorded once for each key and replayed as one.
 
 What is launched, with which sizes and over which memory, follows from the key alone. A graph reads the numbers of its
-rows and the adapters of its tokens from tensors that stay, and everything else from the rows' state on the device. Rows
-after those of the step are -1 and change nothing, so that a graph serves any smaller step.
+rows from a tensor that stays, and everything else from the rows' state on the device. Rows after those of the step are
+-1 and change nothing, so that a graph serves any smaller step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from data_plane.adapters.step.lora_step import LoraStep, LoraTier
 from data_plane.engine.device.device_rows import DeviceRows
 from data_plane.engine.rows import Int64Array
 from data_plane.plan import Int32Array
-from kernels.devices import upload
 from kernels.row_state import DecodeInputs, decode_inputs
 
 logger = logging.getLogger(__name__)
@@ -113,13 +112,10 @@ class StepGraphs:
         self._failed = set[GraphKey]()  # could not be recorded while requests waited
         # What graphs read. Behind the rows of the step there are none.
         device = device_rows.last_tokens.device
-        self._row_ids, self._token_slots = (
-            torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=device) for _ in range(2)
-        )
+        self._row_ids = torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=device)
         # Where every graph leaves its logits. With memory of its own, each graph would keep as much as its step's take.
         self._logits: torch.Tensor | None = None
-        self._rows_there: torch.Tensor | None = None  # copied into the first one
-        self._slots_there = b""  # in the second one
+        self._rows_there: torch.Tensor | None = None  # copied into `_row_ids`
 
     @property
     def keys(self) -> list[GraphKey]:
@@ -164,15 +160,11 @@ class StepGraphs:
         """Queue the step of these rows: logits [n, vocab], completion_index int64 [n], and the rows int32 [n]. The
         logits are valid until the next run."""
         count = len(decoding)
-        row_ids = self._device_rows.advance(decoding)
+        row_ids = self._device_rows.advance(decoding, token_slots)
         if row_ids is not self._rows_there:
             self._row_ids[:count] = row_ids
             self._row_ids[count:] = -1
             self._rows_there = row_ids
-        if key.tier is not None and token_slots.tobytes() != self._slots_there:
-            self._token_slots[:count] = upload(token_slots, self._token_slots.device)
-            self._token_slots[count:] = -1
-            self._slots_there = token_slots.tobytes()
         graph = self._graphs[key]
         graph.replay()
         logits, completion_index = graph.outputs
@@ -194,13 +186,12 @@ class StepGraphs:
     def _record(self, key: GraphKey) -> None:
         """Record a graph as a step runs, but without a row: nothing is written meanwhile."""
         self._row_ids.fill_(-1)
-        self._token_slots.fill_(-1)
-        self._rows_there, self._slots_there = None, b""
-        row_ids, token_slots = self._row_ids[: key.num_rows], self._token_slots[: key.num_rows]
+        self._rows_there = None
+        row_ids = self._row_ids[: key.num_rows]
 
         def body() -> tuple[torch.Tensor, torch.Tensor]:
             inputs = decode_inputs(self._device_rows.state, row_ids, self._device_rows.block_size)
-            lora = None if key.tier is None else self._steps.begin_tier(token_slots, key.tier)
+            lora = None if key.tier is None else self._steps.begin_tier(inputs.token_slots, key.tier)
             logits = self._forward(row_ids, inputs, lora)
             if self._logits is None:
                 self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])

@@ -167,7 +167,9 @@ class Sampler:
         there = self._of(rows)
         settings = there.settings
         if settings is not None:
-            settings = replace(settings, position=self._tensor(positions) if positions_there is None else positions_there)
+            settings = replace(
+                settings, position=self._tensor(positions) if positions_there is None else positions_there
+            )
         tokens, is_finite = sample_and_check(logits, settings, self.adjustments(rows, positions))
         if there.counted is not None:
             indices, places = there.counted
@@ -219,7 +221,9 @@ class Sampler:
             places = self._history_place[rows]
             indices = np.flatnonzero(places >= 0)
             counted = upload_all(self._device, indices, places[indices]) if len(indices) else None
-            self._on_device[key] = _OnDevice(self._settings(rows), None if counted is None else (counted[0], counted[1]))
+            self._on_device[key] = _OnDevice(
+                self._settings(rows), None if counted is None else (counted[0], counted[1])
+            )
         return self._on_device[key]
 
     def _settings(self, rows: Int64Array) -> SamplingRows | None:

@@ -5,25 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.row_state import RowState, decode_inputs, store_tokens
+from kernels.row_state import RowState, decode_inputs, store_differences, store_tokens
 from kernels.row_state.cases import CASES, Case, make
 
 
-def state_of(computed: list[int], prompt: list[int], tables: list[list[int]]) -> RowState:
+def state_of(computed: list[int], prompt: list[int], slots: list[int], tables: list[list[int]]) -> RowState:
     return RowState(
         torch.arange(len(computed)) + 40,
         torch.tensor(computed, dtype=torch.int32),
         torch.tensor(prompt, dtype=torch.int32),
+        torch.tensor(slots, dtype=torch.int32),
         torch.tensor(tables, dtype=torch.int32),
     )
 
 
 def test_the_example_of_the_docstring() -> None:
-    state = state_of([0, 0, 0, 8], [1, 1, 1, 5], [[0] * 3] * 3 + [[7, 2, 9]])
+    state = state_of([0, 0, 0, 8], [1, 1, 1, 5], [0, 0, 0, 6], [[0] * 3] * 3 + [[7, 2, 9]])
     found = decode_inputs(state, torch.tensor([3], dtype=torch.int32), 4)
     assert found.input_ids.tolist() == [43] and found.positions.tolist() == [8]
     assert found.kv_positions.tolist() == [36] and found.context_lens.tolist() == [9]
-    assert found.completion_index.tolist() == [4]
+    assert found.completion_index.tolist() == [4] and found.token_slots.tolist() == [6]
     assert state.num_computed.tolist() == [0, 0, 0, 9]
 
 
@@ -36,6 +37,7 @@ def test_every_row_of_a_step_is_advanced_by_one_and_no_other(case: Case) -> None
         if row < 0:
             values = (found.input_ids, found.positions, found.kv_positions, found.context_lens, found.completion_index)
             assert [int(value[index]) for value in values] == [0, 0, -1, 0, 0]
+            assert int(found.token_slots[index]) == -1
             continue
         position = int(before[row])
         block = int(state.block_tables[row, position // case.block_size])
@@ -43,6 +45,7 @@ def test_every_row_of_a_step_is_advanced_by_one_and_no_other(case: Case) -> None
         assert int(found.kv_positions[index]) == block * case.block_size + position % case.block_size
         assert int(found.context_lens[index]) == position + 1
         assert int(found.completion_index[index]) == position + 1 - int(state.num_prompt[row])
+        assert int(found.token_slots[index]) == int(state.slots[row])
     chosen = [row for row in case.rows if row >= 0]
     before[chosen] += 1
     assert torch.equal(state.num_computed, before)
@@ -66,3 +69,19 @@ def test_what_is_no_row_number_is_refused() -> None:
         decode_inputs(state, rows.long(), 16)
     with pytest.raises(ValueError, match=r"tokens is torch.int64 \(2,\), want int64 \(1,\)"):
         store_tokens(state.last_tokens, rows, torch.zeros(2, dtype=torch.int64))
+
+
+def test_differences_change_their_places_alone() -> None:
+    whole = torch.arange(6, dtype=torch.int32)
+    store_differences(whole, torch.tensor([4, 0, -7, 9], dtype=torch.int32))
+    assert whole.tolist() == [9, 1, 2, 3, -7, 5]
+    store_differences(whole, torch.zeros(0, dtype=torch.int32))
+    assert whole.tolist() == [9, 1, 2, 3, -7, 5]
+
+
+def test_what_is_no_list_of_differences_is_refused() -> None:
+    whole = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"differences is torch.int64 \(2,\), want int32 \[n\], dense"):
+        store_differences(whole, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="differences has 3 elements, want as many places as values"):
+        store_differences(whole, torch.zeros(3, dtype=torch.int32))

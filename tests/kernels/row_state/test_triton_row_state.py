@@ -30,3 +30,14 @@ def test_the_kernel_stores_the_same_tokens(case: Case, device: torch.device) -> 
     triton_kernel.store_tokens(actual, rows, tokens)
     reference.store_tokens(expected, rows, tokens)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_the_kernel_stores_the_same_differences(count: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(count)
+    places = torch.randperm(1000, generator=generator)[:count]
+    differences = torch.cat([places, torch.randint(-9, 1 << 20, (count,), generator=generator)]).int().to(device)
+    actual, expected = (torch.arange(1000, dtype=torch.int32, device=device) for _ in range(2))
+    triton_kernel.store_differences(actual, differences)
+    reference.store_differences(expected, differences)
+    assert torch.equal(actual, expected)

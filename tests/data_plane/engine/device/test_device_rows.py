@@ -49,11 +49,18 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def begin(rows: Rows, number: int, num_computed: int, blocks: list[int]) -> None:
+def begin(
+    rows: Rows, number: int, num_computed: int, blocks: list[int], slot: int | None = None, active_from: int = 0
+) -> None:
     """A row whose prefill has ended, and which has sampled a token."""
     rows.add(
         new_row(
-            number, token_ids=array(list(range(num_computed))), num_prompt_tokens=num_computed, block_ids=array(blocks)
+            number,
+            token_ids=array(list(range(num_computed))),
+            num_prompt_tokens=num_computed,
+            block_ids=array(blocks),
+            slot=slot,
+            active_from=active_from,
         )
     )
     rows.num_computed[number] = num_computed
@@ -72,7 +79,8 @@ def steps_agree(rows: Rows, there: DeviceRows, numbers: list[int]) -> None:
         num_prompt_logprobs=np.full(rows.max_rows, -1),
         is_pooling=np.zeros(rows.max_rows, dtype=np.bool_),
     )
-    row_ids, actual = there.begin_step(decoding)
+    slots = rows.adapters.of_tokens(decoding, rows.num_computed[decoding])[0]
+    row_ids, actual = there.begin_step(decoding, slots)
     assert expected is not None
     assert row_ids.tolist() == numbers
     assert torch.equal(actual.input_ids, expected.input_ids)
@@ -83,6 +91,7 @@ def steps_agree(rows: Rows, there: DeviceRows, numbers: list[int]) -> None:
         used = -(-length // SIZE)
         table = there.state.block_tables[numbers[index], :used].numpy()
         assert np.array_equal(table, expected.attention.host_tables[index, :used])
+    assert actual.token_slots.tolist() == expected.token_slots.tolist()
     assert actual.completion_index.tolist() == (rows.num_known[decoding] - rows.num_prompt[decoding]).tolist()
     rows.num_computed[decoding] += 1
     rows.note_sampled(decoding)
@@ -90,15 +99,15 @@ def steps_agree(rows: Rows, there: DeviceRows, numbers: list[int]) -> None:
 
 def test_steps_built_on_the_device_are_those_built_on_the_host(rows: Rows, uploads: list[int]) -> None:
     there = DeviceRows(rows, torch.device("cpu"))
-    begin(rows, 4, 6, [7, 2])
+    begin(rows, 4, 6, [7, 2], slot=3)
     begin(rows, 1, 3, [9])
     steps_agree(rows, there, [1, 4])
     steps_agree(rows, there, [4])
-    begin(rows, 0, 4, [11, 12])
+    begin(rows, 0, 4, [11, 12], slot=5)
     rows.append_blocks(array([(1, 5), (4, 60)], 2))
     steps_agree(rows, there, [0, 1, 4])
     rows.free(array([1]))
-    begin(rows, 1, 9, [30, 31, 32])
+    begin(rows, 1, 9, [30, 31, 32], slot=0)
     steps_agree(rows, there, [0, 1, 4])
     # The row that has the number of another one, with as many tokens and blocks.
     rows.free(array([0]))
@@ -127,6 +136,27 @@ def test_a_steady_step_uploads_appended_blocks_alone(rows: Rows, uploads: list[i
     rows.append_blocks(array([(4, 60)], 2))
     steps_agree(rows, there, [1, 4])
     assert uploads == [8], "a place and a block"
+
+
+def test_a_row_with_the_number_of_another_has_its_own_slot(rows: Rows, uploads: list[int]) -> None:
+    """As many tokens and blocks, and a step between them in which slots are not read."""
+    there = DeviceRows(rows, torch.device("cpu"))
+    for slot in (2, 7, None, 7):
+        begin(rows, 3, 4, [9, 10], slot=slot)
+        if slot == 7:
+            there.tables_of(np.array([3]))
+        steps_agree(rows, there, [3])
+        rows.free(array([3]))
+
+
+def test_an_adapter_begins_with_its_token(rows: Rows, uploads: list[int]) -> None:
+    there = DeviceRows(rows, torch.device("cpu"))
+    begin(rows, 1, 4, [9, 10], slot=2, active_from=6)
+    seen = []
+    for _ in range(4):
+        steps_agree(rows, there, [1])
+        seen.append(int(there.state.slots[1]))
+    assert seen == [-1, -1, 2, 2]
 
 
 def test_the_device_forgets_with_the_rows(rows: Rows, uploads: list[int]) -> None:
