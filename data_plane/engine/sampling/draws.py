@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -13,12 +15,22 @@ from data_plane.plan import Int32Array, RowLogprobs
 from kernels.devices import upload
 
 
+class _Group(NamedTuple):
+    """Rows of a step whose vocabularies have one size."""
+
+    size: int
+    indices: Int64Array
+    there: torch.Tensor  # the same on the device
+
+
 class Draws:
     """Draws for the rows of an engine."""
 
     def __init__(self, rows: Rows, sampler: Sampler) -> None:
         self._rows = rows
         self._sampler = sampler
+        # Of the last step whose rows have vocabularies of several sizes: these sizes as bytes, and its groups.
+        self._last_groups: tuple[bytes, list[_Group]] = (b"", [])
 
     def draw(
         self, logits: torch.Tensor, sampled: Int64Array, masks: Masks | None, index_there: torch.Tensor | None = None
@@ -35,27 +47,31 @@ class Draws:
                 returned = logits.to(torch.float32, copy=True)
             were_finite = forbid(logits, masks)
         if (num_tokens == logits.shape[1]).all():
-            groups = [(np.arange(len(sampled)), logits)]
-        else:
-            groups = [(at, logits[upload(at, logits.device), :size]) for size, at in _by_size(num_tokens)]
-        tokens = torch.zeros(len(sampled), dtype=torch.int64, device=logits.device)
-        finite = torch.zeros(len(sampled), dtype=torch.bool, device=logits.device)
-        for indices, own in groups:
-            rows, at = sampled[indices], positions[indices]
-            processed = self._sampler.processed_logits(own, rows, at)
+            processed = self._sampler.processed_logits(logits, sampled, positions)
+            tokens, finite = self._sampler.sample(logits, sampled, positions, index_there)
             if processed is not None:
-                if returned is logits:
-                    returned = logits.to(torch.float32, copy=True)
-                returned[upload(indices[processed[0]], logits.device), : own.shape[1]] = processed[1]
-            drawn = self._sampler.sample(own, rows, at, index_there if len(groups) == 1 else None)
-            if len(groups) == 1:
-                tokens, finite = drawn
-            else:
-                there = upload(indices, logits.device)
-                tokens[there], finite[there] = drawn
+                returned = _replaced(returned, logits, upload(processed[0], logits.device), processed[1])
+        else:
+            tokens = torch.zeros(len(sampled), dtype=torch.int64, device=logits.device)
+            finite = torch.zeros(len(sampled), dtype=torch.bool, device=logits.device)
+            for size, indices, there in self._groups(num_tokens, logits.device):
+                own, rows, at = logits[there, :size], sampled[indices], positions[indices]
+                at_there = None if index_there is None else index_there.index_select(0, there)
+                processed = self._sampler.processed_logits(own, rows, at)
+                tokens[there], finite[there] = self._sampler.sample(own, rows, at, at_there)
+                if processed is not None:
+                    chosen = upload(indices[processed[0]], logits.device)
+                    returned = _replaced(returned, logits, chosen, processed[1])
         if masks is not None and were_finite is not None:
             finite[upload(masks.indices, logits.device)] &= were_finite
         return tokens, finite, returned
+
+    def _groups(self, num_tokens: Int64Array, device: torch.device) -> list[_Group]:
+        """The rows by the size of their vocabulary, uploaded when they change."""
+        key = num_tokens.tobytes()
+        if self._last_groups[0] != key:
+            self._last_groups = key, [_Group(size, at, upload(at, device)) for size, at in _by_size(num_tokens)]
+        return self._last_groups[1]
 
     def sampled_logprobs(
         self, logits: torch.Tensor, sampled: Int64Array, token_ids: Int32Array, is_finite: BoolArray
@@ -85,6 +101,16 @@ class Draws:
             found += compute_logprobs(logits[there, :size], [requests[index] for index in indices.tolist()])
         order = {request.row: index for index, request in enumerate(requests)}
         return sorted(found, key=lambda part: order[part.row])
+
+
+def _replaced(
+    returned: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, processed: torch.Tensor
+) -> torch.Tensor:
+    """`returned` with other logits in these rows; a copy where it is `logits` still."""
+    if returned is logits:
+        returned = logits.to(torch.float32, copy=True)
+    returned[rows, : processed.shape[1]] = processed
+    return returned
 
 
 def _by_size(num_tokens: Int64Array) -> list[tuple[int, Int64Array]]:
