@@ -172,6 +172,10 @@ class ConstraintRows:
         """Whether one of these rows has a constraint."""
         return any(row in self._rows for row in rows.tolist())
 
+    def has_each(self, rows: _Indices) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these rows have a constraint."""
+        return np.array([row in self._rows for row in rows.tolist()], dtype=np.bool_)
+
     def may_draft(self, rows: _Indices) -> bool:
         """Whether a pass may verify drafts of these rows: their grammars were quick so far, and their masks are ready.
 

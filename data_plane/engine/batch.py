@@ -29,6 +29,12 @@ class Drafts:
         """The first draft tokens of each row, `most` at most."""
         return Drafts(np.minimum(self.counts, most), self.token_ids[places_within(self.counts) < most])
 
+    def of(self, indices: Int64Array) -> Drafts:
+        """Those of the rows at these indices, which rise."""
+        is_chosen = np.zeros(len(self.counts), dtype=np.bool_)
+        is_chosen[indices] = True
+        return Drafts(self.counts[indices], self.token_ids[np.repeat(is_chosen, self.counts)])
+
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:

@@ -24,6 +24,7 @@ from data_plane.constraints.rows import ConstraintRows
 from data_plane.engine.batch import Drafts, PassOutput, StepBatch, build_batch, split_prefills
 from data_plane.engine.device.decode_steps import DecodeSteps
 from data_plane.engine.device.device_rows import DeviceRows
+from data_plane.engine.draft_passes import DraftPasses
 from data_plane.engine.fresh_blocks import FreshBlocks
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
@@ -43,7 +44,6 @@ from data_plane.plan import (
     Capacities,
     DoneStep,
     Int32Array,
-    NewRow,
     PendingStep,
     PooledRow,
     RowLogprobs,
@@ -112,12 +112,18 @@ class TorchEngine:
         device = cache.keys[0].device
         self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
         self._draws = Draws(self._rows, self._sampler)
-        self._copies = copies or result_copies(device, max_rows=capacities.max_rows)
+        most = capacities.max_rows if speculative == "off" else capacities.max_step_tokens
+        self._copies = copies or result_copies(device, most=most)
         self._clock = clock
         self._under_way = StepsUnderWay(self._rows, clock)
         self._constraints = ConstraintRows(capacities.vocab_size, lanes=lanes)
         self._pooler = Pooler(max_rows=capacities.max_rows, hidden_width=capacities.hidden_width, heads=arena)
         self._most_prompt_logits = max(prompt_logits_bytes // (4 * capacities.vocab_size), 1)
+        # On a GPU decode steps are built from the rows' state on the device, so that they upload next to nothing.
+        self._device_rows = DeviceRows(self._rows, device)
+        self._decodes_on_device = device.type == "cuda" if decodes_on_device is None else decodes_on_device
+        self.decode_steps = DecodeSteps(self._rows, self._device_rows, model, self.adapter_steps, self._prepare)
+        self._last_tokens = self._device_rows.last_tokens
         self._speculation: Speculation | None = None
         if speculative != "off":
             self._speculation = Speculation(
@@ -126,16 +132,9 @@ class TorchEngine:
                 max_step_tokens=capacities.max_step_tokens,
                 most_drafts=self._most_prompt_logits,
                 costs=PassCosts() if speculative == "auto" else None,
-                build=lambda decoding, drafts: self._build(decoding, drafts=drafts),
-                forward=lambda batch: self._forward(batch)[0],
-                sample=self._sample,
+                passes=self._draft_passes(),
                 clock=clock,
             )
-        # On a GPU decode steps are built from the rows' state on the device, so that they upload next to nothing.
-        self._device_rows = DeviceRows(self._rows, device)
-        self._decodes_on_device = device.type == "cuda" if decodes_on_device is None else decodes_on_device
-        self.decode_steps = DecodeSteps(self._rows, self._device_rows, model, self.adapter_steps, self._prepare)
-        self._last_tokens = self._device_rows.last_tokens
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Submit the plan and wait for its results (see Engine)."""
@@ -285,7 +284,7 @@ class TorchEngine:
             if self._speculation is not None:
                 self._speculation.free(freed)
         for new in plan.new_rows:
-            self._check_adapters(new)
+            self.arena.check_row(new)
             vocab_size = None if new.slot is None else self.arena.num_tokens(new.slot)
             rows.add(new, vocab_size)
             self._sampler.add(new, vocab_size)
@@ -316,21 +315,6 @@ class TorchEngine:
         if plan.new_rows or len(plan.appended_blocks):
             self._fresh_blocks.clean(plan)
 
-    def _check_adapters(self, new: NewRow) -> None:
-        """Raise PlanRefused unless the adapters of a new row are ready and may be combined as the row names them."""
-        if new.slot is None:
-            return
-        named = [(new.slot, new.slot_generation)]
-        if new.adapters is not None:
-            named += [(member.slot, member.generation) for member in new.adapters.members]
-            self.arena.list_published()
-        for slot, generation in named:
-            if not 0 <= slot < self.capacities.num_slots:
-                raise PlanRefused(f"new row {new.row} names slot {slot} of {self.capacities.num_slots}")
-            self.arena.check(slot, generation)
-            if new.adapters is not None and self.arena.replaces_rows(slot):
-                raise PlanRefused(f"new row {new.row} combines or scales slot {slot}, whose adapter replaces rows")
-
     def _pass(self, decoding: Int64Array, prefills: Int32Array, prompt_logprobs: list[RowLogprobs]) -> PassOutput:
         """One forward pass, its tokens and vectors. Appends to prompt_logprobs those of the pass's prompts."""
         batch = self._build(decoding, prefills)
@@ -357,6 +341,17 @@ class TorchEngine:
         with span("sample"):
             masks = self._constraints.collect(decoding, is_alone=True)
             return self._sample_ready(decoding, decoded.logits, masks, decoded.completion_index)
+
+    def _draft_passes(self) -> DraftPasses:
+        def logits_of(decoding: Int64Array, drafts: Drafts) -> torch.Tensor:
+            if self._decodes_on_device:
+                return self.decode_steps.run(decoding, drafts).logits
+            batch = self._build(decoding, drafts=drafts)
+            assert batch is not None, "a pass with drafts has no rows"
+            return self._forward(batch)[0]
+
+        parts = self._rows, self._draws, self._copies, self._constraints, self._last_tokens
+        return DraftPasses(*parts, logits=logits_of, sample=self._sample)
 
     def _build(
         self, decoding: Int64Array, prefills: Int32Array | None = None, drafts: Drafts | None = None
@@ -422,7 +417,7 @@ class TorchEngine:
     def _sample(
         self, sampled: Int64Array, logits: torch.Tensor, masks: Masks | None, index_there: torch.Tensor | None = None
     ) -> PassOutput:
-        """A token for each row that samples. `index_there`: see StepBatch.completion_index."""
+        """A token for each row that samples. `index_there`: see Decoded.completion_index."""
         rows = self._rows
         if len(sampled) == 0:
             return PassOutput()

@@ -162,10 +162,11 @@ class Rows:
                 raise PlanRefused(f"{name} names row {row}, which is {'paused' if is_paused else 'not paused'} already")
             self.is_paused[rows] = is_paused
 
-    def note_sampled(self, rows: Int64Array) -> int:
-        """These rows sampled a token each, which they feed next. The number of the step, for `note_results`."""
+    def note_sampled(self, rows: Int64Array, counts: Int64Array | int = 1) -> int:
+        """These rows sampled so many tokens each, the last of which they feed next. The number of the step, for
+        `note_results`."""
         self._num_sampled += 1
-        self.num_known[rows] += 1
+        self.num_known[rows] += counts
         self.is_decoding[rows] = True
         self.maybe_non_finite[rows] = True
         self._last_sampled[rows] = self._num_sampled

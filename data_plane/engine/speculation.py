@@ -14,106 +14,26 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from data_plane.constraints.masks import Masks
 from data_plane.constraints.rows import ConstraintRows
-from data_plane.engine.batch import Drafts, PassOutput, StepBatch
+from data_plane.engine.batch import Drafts, PassOutput
+from data_plane.engine.draft_passes import DraftPasses
+from data_plane.engine.draft_row import DraftRow, EarlyToken
 from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.rows import Int64Array, Rows
 from data_plane.engine.steps_under_way import StepUnderWay
-from data_plane.plan import Int32Array, NewRow, RowLogprobs, StepOutput, StepPlan
+from data_plane.plan import Int32Array, NewRow, StepOutput, StepPlan
 from data_plane.spans import span
 from kernels.devices import upload
+from kernels.groups import places_within
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a row in which its last ones are searched: about 10 us on one core of an EPYC.
-WINDOW = 8192
-_LONGEST, _SHORTEST = 3, 2  # tokens that must be found again for a draft
-_WEIGHT = 0.25  # of the latest draft that was compared in a row's share of accepted drafts
-_FIRST_SHARE = 0.6  # of a row that was not measured yet: three rejected passes end its drafts
-_LEAST_SHARE = 0.3  # of drafts accepted; below it a row stops drafting
-_SHARE_AFTER_PAUSE = 0.4  # so that two bad passes end the retry
-_MOST_DRAFTS = 16
-FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # tokens until a row that stopped drafts again; doubled each time
 MANY_STEPS = 256  # decode steps without a plan of several steps, after which a warning says that nothing is drafted
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyToken:
-    """The result of one row for one step."""
-
-    token_id: int
-    is_failed: bool = False
-    is_unconstrained: bool = False  # its constraint failed
-    logprobs: RowLogprobs | None = None
-
-
-@dataclass(slots=True)
-class DraftRow:
-    """What is known of one row that may draft."""
-
-    tokens: Int32Array  # [capacity] prompt and completion
-    num_tokens: int
-    share: float = _FIRST_SHARE  # running mean: how likely a draft is accepted if those before it are
-    pause: int = 0  # tokens left until it drafts again
-    next_pause: int = FIRST_PAUSE
-    num_measured: int = 0  # drafts that `share` comes from
-    tried: tuple[int, list[int]] = (0, [])  # drafts that were not verified, and the tokens that were known before them
-    early: deque[EarlyToken] = field(default_factory=deque)  # results ahead of the plan's steps
-
-    def append(self, token_id: int) -> None:
-        """The row sampled a token."""
-        if self.num_tokens == len(self.tokens):
-            self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
-        self.tokens[self.num_tokens] = token_id
-        self.num_tokens += 1
-        self.pause = max(self.pause - 1, 0)
-
-    def note_verified(self, num_accepted: int, num_drafted: int) -> None:
-        """A pass accepted so many of the row's drafts. A row that gains too little pauses, and longer each time.
-
-        Drafts behind the first rejected one say nothing: of 3 drafts with 1 accepted, one of two tries was right. Each
-        try counts, so that a row whose drafts are all right is known after few passes.
-        """
-        num_tries = min(num_accepted + 1, num_drafted)
-        share = num_accepted / num_tries
-        self.num_measured += num_tries
-        self.share += (share - self.share) * max(1 - (1 - _WEIGHT) ** num_tries, num_tries / (1 + self.num_measured))
-        if self.share < _LEAST_SHARE:
-            self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, _LONGEST_PAUSE)
-            self.share = _SHARE_AFTER_PAUSE
-        elif share == 1:
-            self.next_pause = FIRST_PAUSE
-
-    def compare_tried(self) -> None:
-        """Learn from drafts that no pass verified, once the tokens in their place are known. This costs no pass."""
-        known, drafts = self.tried
-        if drafts and known + len(drafts) <= self.num_tokens:
-            right = self.tokens[known : known + len(drafts)] == drafts
-            self.tried = 0, []
-            self.note_verified(len(drafts) if right.all() else int(right.argmin()), len(drafts))
-
-    def look_up(self) -> list[int]:
-        """What followed the row's last tokens where they occurred before, at the latest place; empty: nowhere."""
-        if self.pause > 0:
-            return []
-        tokens = self.tokens[max(self.num_tokens - WINDOW, 0) : self.num_tokens]
-        for length in range(_LONGEST, _SHORTEST - 1, -1):
-            if len(tokens) <= length:
-                continue
-            ends = np.flatnonzero(tokens[length - 1 : -1] == tokens[-1]) + length - 1
-            for back in range(1, length):
-                ends = ends[tokens[ends - back] == tokens[-1 - back]]
-            if len(ends):
-                following: list[int] = tokens[int(ends[-1]) + 1 :][:_MOST_DRAFTS].tolist()
-                # What is followed by fewer tokens than a draft may have is a loop, which goes on as before.
-                return (following * _MOST_DRAFTS)[:_MOST_DRAFTS]
-        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +57,10 @@ class Speculation:
         max_step_tokens: int,
         most_drafts: int,
         costs: PassCosts | None,
-        build: Callable[[Int64Array, Drafts], StepBatch | None],
-        forward: Callable[[StepBatch], torch.Tensor],
-        sample: Callable[[Int64Array, torch.Tensor, Masks | None], PassOutput],
+        passes: DraftPasses,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`most_drafts`: of a pass, which keeps their logits. `costs` decide whether rows draft; None: they always do.
-
-        `build` makes the pass of decoding rows with drafts, `forward` computes its logits and advances the rows,
-        `sample` draws the next token of rows from their logits."""
+        """`most_drafts`: of a pass, which keeps their logits. `costs` decide whether rows draft; None: all do."""
         self._engine_rows = rows
         self._constraints = constraints
         self._max_step_tokens = max_step_tokens
@@ -155,9 +70,7 @@ class Speculation:
         self._declined_until = -1  # last step of the plan in which nothing is drafted any more
         self._is_first = self._ends_plan = True  # whether the latest step was its plan's first, or its last
         self._steps_left = MANY_STEPS  # until a warning; 0: none is needed any more
-        self._build = build
-        self._forward = forward
-        self._sample = sample
+        self._passes = passes
         self._rows: dict[int, DraftRow] = {}
         self._awaited: deque[_Awaited] = deque()
         # Of these the tokens have come. The thread that returns results notes the time after that.
@@ -345,12 +258,10 @@ class Speculation:
         """One pass of the rows with these drafts; its results are kept."""
         started_s = self._clock()
         rows = self._engine_rows
-        batch = self._build(decoding, drafts)
-        assert batch is not None, "a pass with drafts has no rows"
         with span("forward"):
-            logits = self._forward(batch)
+            logits = self._passes.logits(decoding, drafts)
         with span("sample"):
-            self._verify(batch, drafts, logits)
+            self._verify(decoding, drafts, logits)
         # What was rejected is written again by the plan's later steps, before anything may share it. A row that sits
         # these out writes it later, before anything reads it.
         rows.num_computed[decoding] = rows.num_known[decoding] - 1
@@ -372,40 +283,66 @@ class Speculation:
         counts = np.array([len(drafts) for drafts in found], dtype=np.int64)
         return Drafts(counts, np.array([token for drafts in found for token in drafts], dtype=np.int64))
 
-    def _verify(self, batch: StepBatch, drafts: Drafts, logits: torch.Tensor) -> None:
+    def _verify(self, decoding: Int64Array, drafts: Drafts, logits: torch.Tensor) -> None:
         """Sample each position as a step of its own would, as long as a row's drafts are what was sampled.
 
-        A row whose mask is not ready samples no further. If it has sampled nothing in this pass, it sits out the step.
+        Rows are sampled at all positions at once where the next position needs nothing that is known only after this
+        one. A row whose mask is not ready samples no further. If it has sampled nothing in this pass, it sits out the
+        step.
         """
-        first = np.cumsum(drafts.counts) - drafts.counts  # place of a row's first draft
-        num_accepted = np.zeros(len(batch.rows), dtype=np.int64)
         num_tried = drafts.counts.copy()
-        alive = np.arange(len(batch.rows))
+        is_free = self._passes.are_free(decoding)
+        num_accepted = np.zeros(len(decoding), dtype=np.int64)
+        starts = np.cumsum(drafts.counts + 1) - drafts.counts - 1  # of each row's tokens in the pass
+        if is_free.any():
+            free = np.flatnonzero(is_free)
+            num_accepted[free] = self._verify_at_once(decoding[free], drafts.of(free), starts[free], logits)
+        first = np.cumsum(drafts.counts) - drafts.counts  # place of a row's first draft
+        alive = np.flatnonzero(~is_free)
         position = 0
-        while True:
-            masks = self._constraints.collect(batch.rows[alive], is_alone=False, is_verifying=True)
+        while len(alive):
+            masks = self._constraints.collect(decoding[alive], is_alone=False, is_verifying=True)
             if masks is not None and masks.waiting:
                 num_tried[alive[masks.waiting]] = position
-                self._engine_rows.sit_out(batch.rows[alive[masks.waiting]])
+                self._engine_rows.sit_out(decoding[alive[masks.waiting]])
                 alive = np.delete(alive, masks.waiting)
                 if not len(alive):
                     break
-            sampled = batch.rows[alive]
-            at = batch.starts[alive] + position
-            tokens = self._keep(sampled, self._sample(sampled, logits[upload(at, logits.device)], masks))
+            sampled = decoding[alive]
+            at = starts[alive] + position
+            tokens = self._keep(sampled, self._passes.sample(sampled, logits[upload(at, logits.device)], masks))
             has_draft = position < drafts.counts[alive]
             alive, tokens = alive[has_draft], tokens[has_draft]
-            if len(alive):
-                alive = alive[drafts.token_ids[first[alive] + position] == tokens]
-            if not len(alive):
-                break
+            alive = alive[drafts.token_ids[first[alive] + position] == tokens]
             num_accepted[alive] += 1
             position += 1
-        for row, drafted, accepted in zip(batch.rows.tolist(), num_tried.tolist(), num_accepted.tolist(), strict=True):
+        for row, drafted, accepted in zip(decoding.tolist(), num_tried.tolist(), num_accepted.tolist(), strict=True):
             if drafted:
                 self._rows[row].note_verified(accepted, drafted)
         self._num_drafted += len(drafts.token_ids)
         self._num_accepted += int(num_accepted.sum())
+
+    def _verify_at_once(self, rows: Int64Array, drafts: Drafts, starts: Int64Array, logits: torch.Tensor) -> Int64Array:
+        """Sample every position of these rows, whose tokens begin at `starts` [n] in the pass, and keep the tokens up
+        to the first that is not its draft. How many drafts of each were right."""
+        counts = drafts.counts + 1
+        ahead = places_within(counts)
+        drawn = self._passes.draw(np.repeat(rows, counts), ahead, logits, np.repeat(starts, counts) + ahead)
+        has_draft = ahead < np.repeat(drafts.counts, counts)
+        is_wrong = ~has_draft
+        is_wrong[has_draft] = (drawn.token_ids[has_draft] != drafts.token_ids) | ~drawn.is_finite[has_draft]
+        begins = np.cumsum(counts) - counts
+        num_right: Int64Array = np.minimum.reduceat(np.where(is_wrong, ahead, len(ahead)), begins)
+        self._passes.keep(drawn, rows, num_right + 1, begins + num_right)
+        for row, begin, count in zip(rows.tolist(), begins.tolist(), (num_right + 1).tolist(), strict=True):
+            state = self._rows[row]
+            token_ids, finite = (
+                values[begin : begin + count].tolist() for values in (drawn.token_ids, drawn.is_finite)
+            )
+            for token_id, is_finite in zip(token_ids, finite, strict=True):
+                state.append(token_id)
+                state.early.append(EarlyToken(token_id, is_failed=not is_finite))
+        return num_right
 
     def _keep(self, sampled: Int64Array, output: PassOutput) -> Int64Array:
         """Keep a token of each sampled row for the next step that has none. Their ids, -1 for rows that failed."""

@@ -7,20 +7,26 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from kernels.row_state import DecodeInputs, RowState
+    from kernels.row_state import DecodeInputs, DraftTokens, RowState
 
 
-def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int) -> DecodeInputs:
+def decode_inputs(
+    state: RowState, rows: torch.Tensor, block_size: int, drafts: DraftTokens | None = None
+) -> DecodeInputs:
     """See the package."""
     from kernels.row_state import DecodeInputs
 
     is_row = rows >= 0
     ids = rows.long().clamp(min=0)
-    computed = torch.where(is_row, state.num_computed[ids], 0)
+    ahead = torch.full_like(rows, -1) if drafts is None else drafts.ahead
+    token_ids = state.last_tokens[ids]
+    if drafts is not None:
+        token_ids = torch.where(ahead > 0, drafts.token_ids.long(), token_ids)
+    computed = torch.where(is_row, state.num_computed[ids] + ahead.clamp(min=0), 0)
     positions = computed.long()
     blocks = state.block_tables[ids, positions // block_size].long()
     inputs = DecodeInputs(
-        torch.where(is_row, state.last_tokens[ids], 0),
+        torch.where(is_row, token_ids, 0),
         positions,
         torch.where(is_row, blocks * block_size + positions % block_size, -1),
         torch.where(is_row, computed + 1, 0).int(),
@@ -28,7 +34,7 @@ def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int) -> Decod
         torch.where(is_row, state.slots[ids], -1),
     )
     # Padding adds nothing to row 0. index_add_ adds for each of several equal indices.
-    state.num_computed.index_add_(0, ids, is_row.int())
+    state.num_computed.index_add_(0, ids, (is_row & (ahead < 0)).int())
     return inputs
 
 

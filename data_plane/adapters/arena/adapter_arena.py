@@ -25,8 +25,8 @@ from data_plane.adapters.arena.writing import AdapterWriter
 from data_plane.adapters.format.manifest import Manifest, read_manifest
 from data_plane.adapters.format.packed import TORCH_DTYPES
 from data_plane.adapters.kinds.base_weights import BaseWeights
-from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
-from data_plane.plan import AdapterSource, TargetKind, TargetModule
+from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, PlanRefused, StaleSlot
+from data_plane.plan import AdapterSource, NewRow, TargetKind, TargetModule
 from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup, PagedModule
 
 logger = logging.getLogger(__name__)
@@ -256,6 +256,21 @@ class AdapterArena:
         if adapter is None or adapter.generation != generation:
             holds = "is not ready" if adapter is None else f"holds generation {adapter.generation}"
             raise StaleSlot(f"slot {slot} {holds}, the plan names generation {generation}")
+
+    def check_row(self, new: NewRow) -> None:
+        """Raise PlanRefused unless the adapters of a new row are ready and may be combined as the row names them."""
+        if new.slot is None:
+            return
+        named = [(new.slot, new.slot_generation)]
+        if new.adapters is not None:
+            named += [(member.slot, member.generation) for member in new.adapters.members]
+            self.list_published()
+        for slot, generation in named:
+            if not 0 <= slot < self.table.num_slots:
+                raise PlanRefused(f"new row {new.row} names slot {slot} of {self.table.num_slots}")
+            self.check(slot, generation)
+            if new.adapters is not None and self.replaces_rows(slot):
+                raise PlanRefused(f"new row {new.row} combines or scales slot {slot}, whose adapter replaces rows")
 
     def num_tokens(self, slot: int) -> int | None:
         """Tokens of the vocabulary of the adapter in a slot that is ready; None: the base model's."""

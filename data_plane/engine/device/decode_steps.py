@@ -12,15 +12,16 @@ from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.adapters.step.further_columns import FurtherColumns
 from data_plane.adapters.step.lora_step import LoraStep
 from data_plane.adapters.step.row_step import RowStep
-from data_plane.engine.batch import check_distinct, check_room
+from data_plane.engine.batch import Drafts, check_distinct, check_room
 from data_plane.engine.device.device_rows import DeviceRows
-from data_plane.engine.device.step_graphs import Recorder, StepGraphs
+from data_plane.engine.device.step_graphs import GraphKey, Recorder, StepGraphs
 from data_plane.engine.rows import Int64Array, Rows
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import Int32Array
 from kernels.buckets import bucket
+from kernels.groups import places_within
 from kernels.paged_attention import RowBatch
-from kernels.row_state import DecodeInputs
+from kernels.row_state import DecodeInputs, DraftTokens, decode_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,35 +76,68 @@ class DecodeSteps:
         graphs.record_all(has_adapters=has_adapters)
         self._graphs = graphs
 
-    def run(self, decoding: Int64Array) -> Decoded:
+    def run(self, decoding: Int64Array, drafts: Drafts | None = None) -> Decoded:
         """Queue the step of these rows, at least one, up to its logits. Raises PlanRefused where a row lacks blocks, or
-        two tokens have one KV position."""
+        two tokens have one KV position.
+
+        With `drafts` each draft is a token of the step, behind its row's own. Then the rows' computed tokens stay as
+        they are.
+        """
         rows = self._rows
-        computed = rows.num_computed[decoding]
-        check_room(rows, decoding, computed + 1)
-        index, offset = np.divmod(computed, rows.block_size)
-        blocks = rows.block_table[decoding, index].astype(np.int64)
+        ahead = np.zeros(len(decoding), dtype=np.int64) if drafts is None else places_within(drafts.counts + 1)
+        token_rows = decoding if drafts is None else np.repeat(decoding, drafts.counts + 1)
+        positions = rows.num_computed[token_rows] + ahead
+        check_room(rows, token_rows, positions + 1)
+        index, offset = np.divmod(positions, rows.block_size)
+        blocks = rows.block_table[token_rows, index].astype(np.int64)
         check_distinct(blocks * rows.block_size + offset)
         self._prepare(decoding, blocks)
-        token_slots, further = rows.adapters.of_tokens(decoding, computed)
+        token_slots, further = rows.adapters.of_tokens(token_rows, positions)
         key = None
         if self._graphs is not None and further is None:
-            key = self._graphs.find(len(decoding), token_slots)
+            key = self._graphs.find(len(token_rows), token_slots)
+        if drafts is not None:
+            return self._run_drafts(decoding, drafts, key, token_slots, further, int(positions.max()) + 1)
         if key is not None and self._graphs is not None:
             logits, completion_index, row_ids = self._graphs.run(key, decoding, token_slots)
         else:
-            every = token_slots if further is None else np.concatenate([token_slots, *further.every])
-            adapters = StepAdapters()
-            if slots := np.unique(every[every >= 0]).tolist():
-                adapters = self._adapters(token_slots, slots, further)
+            adapters = self._adapters(token_slots, further)
             row_ids, inputs = self._device_rows.begin_step(decoding, token_slots)
-            longest = min(bucket(int(computed.max()) + 1), self._longest)
-            logits = self._forward(row_ids, inputs, adapters, longest)
+            logits = self._forward(row_ids, inputs, adapters, self._bounded(int(positions.max()) + 1))
             completion_index = inputs.completion_index
         rows.num_computed[decoding] += 1
         return Decoded(logits, row_ids, completion_index)
 
-    def _adapters(self, token_slots: Int32Array, slots: list[int], further: FurtherColumns | None) -> StepAdapters:
+    def _run_drafts(
+        self,
+        decoding: Int64Array,
+        drafts: Drafts,
+        key: GraphKey | None,
+        token_slots: Int32Array,
+        further: FurtherColumns | None,
+        longest: int,
+    ) -> Decoded:
+        of_rows = token_slots[np.cumsum(drafts.counts + 1) - drafts.counts - 1]
+        tokens = self._device_rows.with_drafts(decoding, drafts.counts, drafts.token_ids, of_rows)
+        if key is not None and self._graphs is not None:
+            logits, completion_index = self._graphs.run_drafts(key, tokens)
+        else:
+            row_ids, ahead, token_ids = tokens
+            state, size = self._device_rows.state, self._device_rows.block_size
+            inputs = decode_inputs(state, row_ids, size, DraftTokens(ahead, token_ids))
+            logits = self._forward(row_ids, inputs, self._adapters(token_slots, further), self._bounded(longest))
+            completion_index = inputs.completion_index
+        return Decoded(logits, tokens[0], completion_index)
+
+    def _bounded(self, longest: int) -> int:
+        """What no length of a step exceeds, in few different numbers."""
+        return min(bucket(longest), self._longest)
+
+    def _adapters(self, token_slots: Int32Array, further: FurtherColumns | None) -> StepAdapters:
+        every = token_slots if further is None else np.concatenate([token_slots, *further.every])
+        slots = np.unique(every[every >= 0]).tolist()
+        if not slots:
+            return StepAdapters()
         steps, of_tokens = self._steps, torch.from_numpy(token_slots)
         lora = steps.begin(of_tokens, slots, further)
         replaced = steps.begin_rows(of_tokens)
@@ -122,6 +156,9 @@ class DecodeSteps:
         context = self._model.context
         context.begin(batch, inputs.kv_positions, adapters.lora, adapters.head_lora, adapters.rows, adapters.head_rows)
         try:
-            return self._model.logits(inputs.input_ids, inputs.positions, self._every_token[: len(row_ids)])
+            every = self._every_token[: len(row_ids)]
+            if len(every) < len(row_ids):  # drafts are more tokens than there are rows
+                every = torch.arange(len(row_ids), device=row_ids.device)
+            return self._model.logits(inputs.input_ids, inputs.positions, every)
         finally:
             context.end()

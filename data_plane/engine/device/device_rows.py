@@ -11,7 +11,8 @@ import torch
 
 from data_plane.engine.rows import Int64Array, Rows
 from data_plane.plan import Int32Array
-from kernels.devices import upload
+from kernels.devices import upload, upload_all
+from kernels.groups import places_within
 from kernels.row_state import DecodeInputs, RowState, decode_inputs, store_differences, store_tokens
 
 _UNKNOWN = -2  # no slot has this number
@@ -66,6 +67,26 @@ class DeviceRows:
         row_ids = self._update(decoding, slots)
         self._num_computed[decoding] += 1
         return row_ids
+
+    def with_drafts(
+        self, decoding: Int64Array, counts: Int64Array, draft_ids: Int64Array, slots: Int32Array
+    ) -> torch.Tensor:
+        """int32 [3, n] on the device, for `decode_inputs`: the row of each token, how many tokens of the row it comes
+        after, and its id where it is a draft.
+
+        `counts` [rows] are the rows' drafts, `draft_ids` their ids, `slots` [rows] those of the rows' adapters. What
+        the device lacks of the rows is there then. Its copy is not advanced.
+        """
+        places, values = self._differences(decoding, slots)
+        ahead = places_within(counts + 1)
+        token_ids = np.zeros(len(ahead), dtype=np.int64)
+        token_ids[ahead > 0] = draft_ids
+        tokens = np.stack([np.repeat(decoding, counts + 1), ahead, token_ids]).astype(np.int32)
+        differences = np.concatenate([places, values]).astype(np.int32)
+        tokens_there, differences_there = upload_all(self._device, tokens, differences)
+        if len(places):
+            store_differences(self._whole, differences_there)
+        return tokens_there
 
     def tables_of(self, step_rows: Int64Array) -> torch.Tensor:
         """The block tables by row number, int32 [max_rows, blocks] on the device, with all blocks of these rows."""

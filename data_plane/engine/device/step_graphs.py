@@ -2,7 +2,8 @@
 
 What is launched, with which sizes and over which memory, follows from the key alone. A graph reads the numbers of its
 rows from a tensor that stays, and everything else from the rows' state on the device. Rows after those of the step are
--1 and change nothing, so that a graph serves any smaller step.
+-1 and change nothing, so that a graph serves any smaller step. A pass that verifies drafts is a step with a row for
+each token: drafts lie beside the numbers of their rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from data_plane.adapters.step.lora_step import LoraStep, LoraTier
 from data_plane.engine.device.device_rows import DeviceRows
 from data_plane.engine.rows import Int64Array
 from data_plane.plan import Int32Array
-from kernels.row_state import DecodeInputs, decode_inputs
+from kernels.row_state import DecodeInputs, DraftTokens, decode_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,10 @@ class StepGraphs:
         self._failed = set[GraphKey]()  # could not be recorded while requests waited
         # What graphs read. Behind the rows of the step there are none.
         device = device_rows.last_tokens.device
-        self._row_ids = torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=device)
+        self._row_ids, self._ahead, self._draft_ids = (
+            torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=device) for _ in range(3)
+        )
+        self._has_drafts = False  # whether the last two are of drafts
         # Where every graph leaves its logits. With memory of its own, each graph would keep as much as its step's take.
         self._logits: torch.Tensor | None = None
         self._rows_there: torch.Tensor | None = None  # copied into `_row_ids`
@@ -133,7 +137,8 @@ class StepGraphs:
         logger.info("graphs recorded number=%d time_s=%.1f", len(self._graphs), time.perf_counter() - started_s)
 
     def find(self, num_rows: int, token_slots: Int32Array) -> GraphKey | None:
-        """The smallest graph that serves a step of `num_rows` with these adapters; None: none does.
+        """The smallest graph that serves a step of `num_rows` with these adapters; None: none does. In a pass with
+        drafts each token counts as a row.
 
         token_slots is int32 [num_rows] on the host, -1 for no adapter.
         """
@@ -165,10 +170,25 @@ class StepGraphs:
             self._row_ids[:count] = row_ids
             self._row_ids[count:] = -1
             self._rows_there = row_ids
+        if self._has_drafts:
+            self._ahead.fill_(-1)
+            self._has_drafts = False
+        return *self._replay(key, count), row_ids
+
+    def run_drafts(self, key: GraphKey, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue a pass of these tokens, int32 [3, n] of DeviceRows.with_drafts: as `run`."""
+        count = tokens.shape[1]
+        for there, values in zip((self._row_ids, self._ahead, self._draft_ids), tokens, strict=True):
+            there[:count] = values
+        self._row_ids[count:] = -1
+        self._rows_there, self._has_drafts = None, True
+        return self._replay(key, count)
+
+    def _replay(self, key: GraphKey, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         graph = self._graphs[key]
         graph.replay()
         logits, completion_index = graph.outputs
-        return logits[:count], completion_index[:count], row_ids
+        return logits[:count], completion_index[:count]
 
     def _record_late(self, key: GraphKey) -> bool:
         """Record a graph while requests wait. False where that fails, now or before: such steps run without one."""
@@ -188,9 +208,10 @@ class StepGraphs:
         self._row_ids.fill_(-1)
         self._rows_there = None
         row_ids = self._row_ids[: key.num_rows]
+        drafts = DraftTokens(self._ahead[: key.num_rows], self._draft_ids[: key.num_rows])
 
         def body() -> tuple[torch.Tensor, torch.Tensor]:
-            inputs = decode_inputs(self._device_rows.state, row_ids, self._device_rows.block_size)
+            inputs = decode_inputs(self._device_rows.state, row_ids, self._device_rows.block_size, drafts)
             lora = None if key.tier is None else self._steps.begin_tier(inputs.token_slots, key.tier)
             logits = self._forward(row_ids, inputs, lora)
             if self._logits is None:

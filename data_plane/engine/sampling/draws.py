@@ -32,12 +32,25 @@ class Draws:
         # Of the last step whose rows have vocabularies of several sizes: these sizes as bytes, and its groups.
         self._last_groups: tuple[bytes, list[_Group]] = (b"", [])
 
+    def are_free(self, rows: Int64Array) -> BoolArray:
+        """bool [n]: whether what is drawn for a row does not change what it is drawn by next, and is all that it
+        returns."""
+        return ~self._sampler.has_history(rows) & (self._sampler.num_logprobs[rows] < 0)
+
     def draw(
-        self, logits: torch.Tensor, sampled: Int64Array, masks: Masks | None, index_there: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        sampled: Int64Array,
+        masks: Masks | None,
+        index_there: torch.Tensor | None = None,
+        *,
+        ahead: Int64Array | int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, whether the logits are finite (see Sampler.sample), and the logits whose log-probabilities are
-        returned. Nothing waits for the device. `index_there`: see StepBatch.completion_index."""
-        positions = self._rows.num_known[sampled] - self._rows.num_prompt[sampled]
+        returned. Nothing waits for the device. `index_there`: see Decoded.completion_index. `ahead` [n]: how many
+        tokens come between a row's last one and that which is drawn; a row without a history may be drawn for several
+        times."""
+        positions = self._rows.num_known[sampled] - self._rows.num_prompt[sampled] + ahead
         num_tokens = self._rows.num_tokens[sampled]
         logits = logits if masks is None else maskable(logits)
         returned, were_finite = logits, None

@@ -32,9 +32,9 @@ class ResultCopies(Protocol):
         ...
 
 
-def result_copies(device: torch.device, *, max_rows: int) -> ResultCopies:
-    """The copies that a device takes."""
-    return _PinnedCopies(max_rows) if device.type == "cuda" else HostCopies()
+def result_copies(device: torch.device, *, most: int) -> ResultCopies:
+    """The copies that a device takes, of at most `most` tokens each."""
+    return _PinnedCopies(most) if device.type == "cuda" else HostCopies()
 
 
 class HostCopies:
@@ -60,12 +60,12 @@ class _Read:
 class _PinnedCopies:
     """Copies by one transfer each into pinned memory, which is taken again when the copy was read."""
 
-    def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
-        self._free: list[torch.Tensor] = []  # int64 [2 * max_rows] each; append and pop need no lock
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._free: list[torch.Tensor] = []  # int64 [2 * most] each; append and pop need no lock
 
     def start(self, tokens: torch.Tensor, finite: torch.Tensor) -> ResultCopy:
-        buffer = self._free.pop() if self._free else torch.empty(2 * self._max_rows, dtype=torch.int64, pin_memory=True)
+        buffer = self._free.pop() if self._free else torch.empty(2 * self._most, dtype=torch.int64, pin_memory=True)
         buffer[: 2 * len(tokens)].view(2, -1).copy_(torch.stack([tokens, finite.to(tokens.dtype)]), non_blocking=True)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's stubs
         event.record()

@@ -14,7 +14,7 @@ import torch
 from motet.v1 import types_pb2
 
 from contract.sampling import PARAMETERS, Parameter
-from data_plane.engine.rows import Int64Array
+from data_plane.engine.rows import BoolArray, Int64Array
 from data_plane.engine.sampling.token_history import TokenHistory
 from data_plane.errors import PlanRefused
 from data_plane.plan import Float32Array, Int32Array, NewRow, RowSampling
@@ -133,6 +133,10 @@ class Sampler:
             self._history_place[row] = -1
             self._biases.pop(row, None)
             self._is_adjusted[row] = False
+
+    def has_history(self, rows: Int64Array) -> BoolArray:
+        """bool [n]: whether a row has penalties, by the tokens that it has sampled."""
+        return self._history_place[rows] >= 0
 
     def lift_bans(self, rows: Sequence[int]) -> None:
         """Let banned tokens end these rows before min_tokens: their constraints allow nothing else."""

@@ -17,9 +17,10 @@ import torch
 from motet.v1 import types_pb2
 
 from data_plane.engine.build import build_engine
+from data_plane.engine.draft_row import DraftRow
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.pass_costs import PassCosts
-from data_plane.engine.speculation import MANY_STEPS, DraftRow
+from data_plane.engine.speculation import MANY_STEPS
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import NewRow, RowConstraint, RowSampling, StepOutput, StepPlan, Vocabulary
 from tests.data_plane.constraints.lanes import in_time
@@ -195,8 +196,11 @@ def test_every_setting_gives_the_same_results(
     echo(6.0)
     rng = random.Random(seed)
     requests = []
-    for _ in range(6):
+    for number in range(6):
         sampling = any_sampling(rng)
+        if number % 2:  # sampled at all positions of a pass at once
+            sampling = replace(sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+            sampling = replace(sampling, num_logprobs=None)
         if sampling.biased_token_ids is not None:
             sampling = replace(sampling, biases=np.array([1.5, -2.0], dtype=np.float32))
         if rng.random() < 0.4:

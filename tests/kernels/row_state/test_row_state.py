@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.row_state import RowState, decode_inputs, store_differences, store_tokens
+from kernels.row_state import DraftTokens, RowState, decode_inputs, store_differences, store_tokens
 from kernels.row_state.cases import CASES, Case, make
 
 
@@ -49,6 +49,18 @@ def test_every_row_of_a_step_is_advanced_by_one_and_no_other(case: Case) -> None
     chosen = [row for row in case.rows if row >= 0]
     before[chosen] += 1
     assert torch.equal(state.num_computed, before)
+
+
+def test_drafts_follow_their_row_and_leave_its_state() -> None:
+    state = state_of([0, 0, 0, 8], [1, 1, 1, 5], [0, 0, 0, 6], [[0] * 3] * 3 + [[7, 2, 9]])
+    rows, ahead, ids = (torch.tensor(values, dtype=torch.int32) for values in ([3, 3, -1], [0, 1, 0], [0, 77, 0]))
+    found = decode_inputs(state, rows, 4, DraftTokens(ahead, ids))
+    assert found.input_ids.tolist() == [43, 77, 0] and found.positions.tolist() == [8, 9, 0]
+    assert found.kv_positions.tolist() == [36, 37, -1] and found.context_lens.tolist() == [9, 10, 0]
+    assert found.completion_index.tolist() == [4, 5, 0] and found.token_slots.tolist() == [6, 6, -1]
+    assert state.num_computed.tolist() == [0, 0, 0, 8]
+    with pytest.raises(ValueError, match=r"ahead is torch.int32 \(2,\), want int32 \(3,\)"):
+        decode_inputs(state, rows, 4, DraftTokens(ahead[:2], ids))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from kernels.row_state import reference, triton_kernel
+from kernels.row_state import DraftTokens, reference, triton_kernel
 from kernels.row_state.cases import CASES, Case, make
 
 
@@ -16,6 +16,38 @@ def test_the_kernel_begins_a_step_as_the_definition_does(case: Case, device: tor
     actual_state, rows = make(case, device=device)
     expected_state, _ = make(case, device=device)
     actual = triton_kernel.decode_inputs(actual_state, rows, case.block_size)
+    expected = reference.decode_inputs(expected_state, rows, case.block_size)
+    for part in fields(expected):
+        assert torch.equal(getattr(actual, part.name), getattr(expected, part.name)), part.name
+    assert torch.equal(actual_state.num_computed, expected_state.num_computed)
+
+
+def test_the_kernel_begins_a_step_with_drafts_as_the_definition_does(device: torch.device) -> None:
+    """Three rows with 2, 0 and 160 drafts, which lie in two programs, and padding."""
+    state, _ = make(Case("rows", 5, (), block_size=16, max_blocks=30), device=device)
+    state.num_computed.clamp_(max=300)
+    before = state.num_computed.clone()
+    rows = [3, 3, 3, 0, *[4] * 161, -1]
+    ahead = [0, 1, 2, 0, *range(161), 0]
+    rows_there, ahead_there, ids = (
+        torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, ahead, range(900, 900 + len(rows)))
+    )
+    drafts = DraftTokens(ahead_there, ids)
+    actual = triton_kernel.decode_inputs(state, rows_there, 16, drafts)
+    expected = reference.decode_inputs(state, rows_there, 16, drafts)
+    for part in fields(expected):
+        assert torch.equal(getattr(actual, part.name), getattr(expected, part.name)), part.name
+    assert torch.equal(state.num_computed, before)
+    assert actual.positions[:4].tolist() == [int(before[3]) + place for place in range(3)] + [int(before[0])]
+    assert actual.input_ids[:4].tolist() == [int(state.last_tokens[3]), 901, 902, int(state.last_tokens[0])]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_step_that_could_have_drafts_and_has_none_advances_its_rows(case: Case, device: torch.device) -> None:
+    actual_state, rows = make(case, device=device)
+    expected_state, _ = make(case, device=device)
+    none = DraftTokens(torch.full_like(rows, -1), torch.full_like(rows, 7))
+    actual = triton_kernel.decode_inputs(actual_state, rows, case.block_size, none)
     expected = reference.decode_inputs(expected_state, rows, case.block_size)
     for part in fields(expected):
         assert torch.equal(getattr(actual, part.name), getattr(expected, part.name)), part.name

@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from data_plane.engine.build import build_engine
+from data_plane.engine.device.decode_steps import DecodeSteps
+from data_plane.engine.device.step_graphs import StepGraphs
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.rows import BoolArray
@@ -72,6 +75,7 @@ def drafting(
     mode: str = "ngram",
     copies: ResultCopies | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    sizes: tuple[int, ...] = (2, 4),
 ) -> TorchEngine:
     engine = TorchEngine(
         plain.model,
@@ -84,7 +88,7 @@ def drafting(
         clock=clock,
     )
     if recorder is not None:
-        engine.decode_steps.record(recorder, (2, 4), has_adapters=True)
+        engine.decode_steps.record(recorder, sizes, has_adapters=True)
     return engine
 
 
@@ -92,20 +96,42 @@ def requests() -> list[Request]:
     return [Request(LOOP), Request(LOOP[:13], DRAWN, slot=0), Request([5, 9, 31, 7], DRAWN, slot=1)]
 
 
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Passes with drafts: all of them, and those that were replayed from a graph."""
+    counts = {"all": 0, "replayed": 0}
+    for name, owner, method in (("all", DecodeSteps, "_run_drafts"), ("replayed", StepGraphs, "run_drafts")):
+        original = getattr(owner, method)
+
+        def counted(*args: Any, name: str = name, original: Callable[..., Any] = original) -> Any:
+            counts[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(owner, method, counted)
+    return counts
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 64)], ids=["graphs for steps alone", "graphs for drafts"])
 @pytest.mark.parametrize("copies", [None, LateCopies()], ids=["in time", "late"])
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_beside_replayed_steps_change_no_token(
-    plain: TorchEngine, loops: Callable[[float], None], seed: int, copies: ResultCopies | None
+    plain: TorchEngine,
+    loops: Callable[[float], None],
+    passes: dict[str, int],
+    seed: int,
+    copies: ResultCopies | None,
+    sizes: tuple[int, ...],
 ) -> None:
     """Among them rows that pause, and rows that are preempted."""
     loops(6.0)
     recorder = Reruns()
-    engine = drafting(plain, recorder, copies=copies)
+    engine = drafting(plain, recorder, copies=copies, sizes=sizes)
     found, _ = run(engine, requests(), num_steps=48, seed=seed)
     expected, _ = run(plain, requests(), num_steps=48, seed=seed)
     assert_same(found, expected)
     assert sum(output.num_accepted for output in found) > 0
-    assert recorder.num_replays > 0, "no step was replayed"
+    assert passes["all"] > 0 and recorder.num_replays > passes["replayed"], "no step without drafts was replayed"
+    assert passes["replayed"] == passes["all"] if 64 in sizes else passes["replayed"] < passes["all"]
 
 
 def test_steps_in_which_nothing_can_be_drafted_do_not_wait(
