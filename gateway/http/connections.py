@@ -6,6 +6,7 @@ uvicorn bounds none of this: a caller could open connections, say nothing, and s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import re
@@ -23,7 +24,7 @@ import h11
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from gateway.http.errors import closing_response
+from gateway.http.errors import closing_response, stopping_response
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,19 @@ class Connection(H11Protocol):
             return
         # The cycle is of this request: the next one begins behind the end of its response.
         chunks = _Chunks(self.cycle, scope, send)
-        await self._application(_in_origin_form(scope), receive, chunks.send)
+        try:
+            await self._application(_in_origin_form(scope), receive, chunks.send)
+        except asyncio.CancelledError:  # the time for open requests has passed, see server.py
+            await self._end_early(chunks, scope, receive)
+
+    async def _end_early(self, chunks: _Chunks, scope: Scope, receive: Receive) -> None:
+        """End a request that the server does not wait for any longer: with an error where nothing of it was sent."""
+        with contextlib.suppress(asyncio.CancelledError):  # a client that reads nothing
+            if not self.cycle.response_started:
+                await stopping_response()(scope, receive, chunks.send)
+        if not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.transport.abort()
 
     def _begin_tls(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
         """In this call and not in a task: the client's first bytes may come before a task runs, and TLS misses them."""

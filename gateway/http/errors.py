@@ -73,6 +73,13 @@ def closing_response(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": error}, status, headers={"connection": "close"})
 
 
+def stopping_response() -> JSONResponse:
+    """What an open request gets when --drain-timeout-s has passed."""
+    message = "the gateway is stopping, and this request took longer than it waits; send it again"
+    error = {"message": message, "type": "server_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, 503, headers={"connection": "close", "retry-after": "1"})
+
+
 async def client_gone(_request: Request, _error: Exception) -> Response:
     """The end of a request whose client left before its body was there, or before the response."""
     return Response(status_code=CLIENT_CLOSED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import resource
 import signal
 import socket
@@ -20,7 +21,10 @@ from gateway.http.certificate import Certificate
 from gateway.http.connections import SWEEP_EVERY_S, Connections
 from gateway.http.settings import HttpSettings, split_address
 
+logger = logging.getLogger(__name__)
+
 OTHER_FILES = 128  # open files that are not connections of callers
+UNREAD_S = 2.0  # in which clients read the error of a request that is ended
 
 
 def bound(settings: HttpSettings, address: str = "", *, is_shared: bool = False) -> socket.socket:
@@ -65,7 +69,7 @@ async def serve(app: ASGIApp, settings: HttpSettings, listener: socket.socket, *
         proxy_headers=False,  # nothing here depends on what they say
         log_config=None,  # the process has set up its log
         server_header=False,
-        timeout_graceful_shutdown=round(settings.drain_timeout_s),
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s + UNREAD_S),
     )
     config.load()
     certificate = _certificate(settings)
@@ -78,7 +82,7 @@ async def serve(app: ASGIApp, settings: HttpSettings, listener: socket.socket, *
         beside.append(asyncio.create_task(certificate.watch()))
     try:
         with listener:
-            await _Announced(config, address_of(listener), leash).serve(sockets=[listener])
+            await _Announced(config, address_of(listener), leash, settings.drain_timeout_s).serve(sockets=[listener])
     finally:
         for task in beside:
             task.cancel()
@@ -116,12 +120,30 @@ def _make_room(max_connections: int) -> None:
 
 
 class _Announced(uvicorn.Server):
-    """Prints the ready line once connections are accepted."""
+    """Prints the ready line once connections are accepted. Requests that are open when the time to shut down has passed
+    end with an error (uvicorn would log a traceback for each)."""
 
-    def __init__(self, config: uvicorn.Config, address: str, leash: int | None) -> None:
+    def __init__(self, config: uvicorn.Config, address: str, leash: int | None, drain_timeout_s: float) -> None:
         super().__init__(config)
         self._address = address
         self._leash = leash
+        self._drain_timeout_s = drain_timeout_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_open_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_open_requests(self) -> None:
+        await asyncio.sleep(self._drain_timeout_s)
+        if open_requests := list(self.server_state.tasks):
+            logger.warning(
+                "open requests ended number=%d drain_timeout_s=%g", len(open_requests), self._drain_timeout_s
+            )
+        for request in open_requests:
+            request.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

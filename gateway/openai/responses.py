@@ -15,7 +15,7 @@ from motet import MotetError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.errors import Refusal
+from gateway.http.errors import Refusal, stopping_response
 from gateway.openai.errors import error_body, refusal_of
 from gateway.openai.settings import OpenAiSettings
 
@@ -71,6 +71,7 @@ class EventStream:
         is_typed: bool = False,
     ) -> None:
         self._is_typed = is_typed
+        self._last = b"" if is_typed else b"data: [DONE]\n\n"
         self._events = events
         self._headers = headers
         self._settings = settings
@@ -82,6 +83,10 @@ class EventStream:
             await _while_connected(receive, self._write(wire))
         except ClientGone:
             return
+        except asyncio.CancelledError:  # the gateway is stopping
+            if wire.has_begun and not wire.has_ended:
+                await wire.end(b"data: " + bytes(stopping_response().body) + b"\n\n" + self._last)
+            raise
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -97,7 +102,7 @@ class EventStream:
                 wire.has_ended = True
                 raise
             await wire.send(b"data: " + msgspec.json.encode(error_body(refusal_of(error))) + b"\n\n")
-        await wire.end(b"" if self._is_typed else b"data: [DONE]\n\n")
+        await wire.end(self._last)
 
     async def _keep_alive(self, wire: _Wire) -> None:
         await asyncio.sleep(self._settings.sse_commit_after_s)

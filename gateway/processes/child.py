@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 
 from contract.process_log import configure_logging, quiet_grpc
@@ -28,6 +29,7 @@ from gateway.http.siblings import Place  # noqa: E402
 
 def main(address: str) -> int:
     """Serve at HOST:PORT until SIGTERM, or until the supervisor ends; the exit status."""
+    supervisor = os.getppid()
     config: GatewayConfig
     place: Place
     config, place = pickle.load(sys.stdin.buffer)  # from the supervisor, which made it
@@ -39,6 +41,9 @@ def main(address: str) -> int:
     except (MotetError, OSError) as error:
         print(f"motet gateway: {redacted(str(error))}", file=sys.stderr)
         return 1
+    finally:
+        if os.getppid() != supervisor:  # killed: nobody else removes the folder. The last process leaves nothing of it
+            shutil.rmtree(place.directory, ignore_errors=True)
     return 0
 
 

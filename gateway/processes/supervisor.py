@@ -41,6 +41,7 @@ class NotStarted(Exception):
 
 def supervise(config: GatewayConfig) -> int:
     """Run the processes until SIGTERM or SIGINT; the exit status. Raises OSError if the port cannot be bound."""
+    bound(config.http).close()  # sharing the port with another gateway would deal connections out to both
     with (
         bound(config.http, is_shared=True) as reserved,
         tempfile.TemporaryDirectory(prefix="motet-gateway-") as directory,

@@ -176,9 +176,13 @@ async def test_a_signal_lets_streams_of_every_process_finish(served: Served) -> 
 
 async def test_the_processes_end_with_their_supervisor(served: Served) -> None:
     processes = served.processes()
+    sockets = [each.laddr for process in processes.values() for each in process.net_connections("unix")]
+    folder = Path(next(path for path in sockets if "motet-gateway-" in path)).parent
+    assert folder.is_dir()
     served.gateway.process.kill()
     gone, alive = psutil.wait_procs(list(processes.values()), timeout=WAIT_S)
     assert len(gone) == 2 and not alive
+    assert not folder.exists()
     served.gateway.start()  # on the same port
 
 

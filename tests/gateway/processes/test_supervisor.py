@@ -13,8 +13,9 @@ import pytest
 
 from contract.ready_lines import gateway_ready
 from gateway.config import GatewayConfig
+from gateway.http.server import address_of, bound
 from gateway.http.settings import HttpSettings
-from gateway.processes.supervisor import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S, Supervisor
+from gateway.processes.supervisor import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S, Supervisor, supervise
 
 # It gets ready and ends at once.
 ENDS = f"print({gateway_ready('127.0.0.1:1')!r})"
@@ -102,3 +103,12 @@ async def test_a_signal_that_comes_while_a_process_is_being_started_stops_that_p
     rig = Rig(tmp_path, f"{ENDS}; import time; time.sleep(600)", 10)
     assert await rig.run() == 1  # that process knew nothing of signals yet
     assert rig.pauses == []
+
+
+def test_a_port_that_processes_of_another_gateway_share_is_not_taken() -> None:
+    """Connections would go to the one or the other."""
+    with bound(HttpSettings(listen="127.0.0.1:0"), is_shared=True) as other:
+        other.listen()
+        config = GatewayConfig(http=HttpSettings(listen=address_of(other), processes=2))
+        with pytest.raises(OSError, match=r"--listen: 127\.0\.0\.1:\d+ cannot be listened on: Address already in use"):
+            supervise(config)
