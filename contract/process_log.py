@@ -72,11 +72,12 @@ def configure_logging(
 
 
 def quiet_grpc() -> None:
-    """Let gRPC write errors only, unless the environment says otherwise. Call it before gRPC is imported.
+    """Let gRPC write nothing, unless the environment says otherwise. Call it before gRPC is imported.
 
-    It would write a line of its own form for every handshake that fails, and anybody can make handshakes fail.
+    It would write lines of its own form for handshakes that fail, and anybody can make handshakes fail. In one of them,
+    an error, it repeats the server name that a client sent, with all line breaks and secrets.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def printable(text: str, most: int = 300) -> str:

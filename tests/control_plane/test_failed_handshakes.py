@@ -16,10 +16,10 @@ from tests.fakes.raw_http2 import raw_call
 NUM = 20
 
 
-async def fail(port: int, context: ssl.SSLContext | None) -> None:
+async def fail(port: int, context: ssl.SSLContext | None, server_name: str | None = None) -> None:
     """Connects as no client may, and waits until the server has closed the connection."""
     with contextlib.suppress(OSError):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=server_name)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(100))
         await reader.read()
         writer.close()
@@ -43,11 +43,12 @@ async def test_failed_handshakes_are_not_logged(
         cwd=tmp_path,
     )
     try:
-        match = await ready_line(server, r" ready clients=127\.0\.0\.1:(\d+) ")
+        match = await ready_line(server, r" ready clients=127\.0\.0\.1:(\d+) workers=127\.0\.0\.1:(\d+)")
         async with asyncio.timeout(STEP_S):
-            for context in (None, without_certificate):
-                for _ in range(NUM):
-                    await fail(int(match[1]), context)
+            for port in match.groups():
+                for context, name in ((None, None), (without_certificate, None), (without_certificate, "a.test")):
+                    for _ in range(NUM):
+                        await fail(int(port), context, name)
         server.terminate()
         _, err = await asyncio.wait_for(server.communicate(), STEP_S)
     finally:

@@ -3,4 +3,4 @@
 import os
 
 # gRPC reads it when it is imported, which the modules of this package do. Our own sentence says why a handshake failed.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
