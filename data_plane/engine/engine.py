@@ -24,18 +24,18 @@ from data_plane.constraints.rows import ConstraintRows
 from data_plane.engine.batch import Drafts, PassOutput, StepBatch, build_batch, split_prefills
 from data_plane.engine.device.decode_steps import DecodeSteps
 from data_plane.engine.device.device_rows import DeviceRows
-from data_plane.engine.draft_passes import DraftPasses
 from data_plane.engine.fresh_blocks import FreshBlocks
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
-from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.pooling import Pooler, with_pooled
 from data_plane.engine.rows import Int64Array, Rows, RowState
 from data_plane.engine.sampling.draws import Draws
 from data_plane.engine.sampling.logprobs import joined
 from data_plane.engine.sampling.results import ResultCopies, ResultCopy, result_copies
 from data_plane.engine.sampling.sampler import Sampler, SamplerStats
-from data_plane.engine.speculation import Speculation
+from data_plane.engine.speculative.draft_passes import DraftPasses
+from data_plane.engine.speculative.pass_costs import PassCosts
+from data_plane.engine.speculative.speculation import Speculation
 from data_plane.engine.steps_under_way import StepsUnderWay
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel

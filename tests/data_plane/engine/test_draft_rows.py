@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from data_plane.engine.draft_row import FIRST_PAUSE, DraftRow
+from data_plane.engine.speculative.draft_row import FIRST_PAUSE, DraftRow
 from tests.data_plane.engine.planner import array
 
 LOOP = [7, 8, 9, 10, 11] * 4

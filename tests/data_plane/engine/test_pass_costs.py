@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from data_plane.engine.pass_costs import PassCosts
+from data_plane.engine.speculative.pass_costs import PassCosts
 
 
 def measured(time_of: Callable[[int], float], *, has_adapters: bool = False) -> PassCosts:

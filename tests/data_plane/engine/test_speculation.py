@@ -17,10 +17,10 @@ import torch
 from motet.v1 import types_pb2
 
 from data_plane.engine.build import build_engine
-from data_plane.engine.draft_row import DraftRow
 from data_plane.engine.engine import TorchEngine
-from data_plane.engine.pass_costs import PassCosts
-from data_plane.engine.speculation import MANY_STEPS
+from data_plane.engine.speculative.draft_row import DraftRow
+from data_plane.engine.speculative.pass_costs import PassCosts
+from data_plane.engine.speculative.speculation import MANY_STEPS
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import NewRow, RowConstraint, RowSampling, StepOutput, StepPlan, Vocabulary
 from tests.data_plane.constraints.lanes import in_time

@@ -18,9 +18,9 @@ from data_plane.engine.build import build_engine
 from data_plane.engine.device.decode_steps import DecodeSteps
 from data_plane.engine.device.step_graphs import StepGraphs
 from data_plane.engine.engine import TorchEngine
-from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.rows import BoolArray
 from data_plane.engine.sampling.results import ResultCopies, ResultCopy
+from data_plane.engine.speculative.pass_costs import PassCosts
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import Int32Array, PendingStep, RowSampling, StepPlan
 from tests.data_plane.engine.device.reruns import Reruns

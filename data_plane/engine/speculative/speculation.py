@@ -21,10 +21,10 @@ import torch
 
 from data_plane.constraints.rows import ConstraintRows
 from data_plane.engine.batch import Drafts, PassOutput
-from data_plane.engine.draft_passes import DraftPasses
-from data_plane.engine.draft_row import DraftRow, EarlyToken
-from data_plane.engine.pass_costs import PassCosts
 from data_plane.engine.rows import Int64Array, Rows
+from data_plane.engine.speculative.draft_passes import DraftPasses
+from data_plane.engine.speculative.draft_row import DraftRow, EarlyToken
+from data_plane.engine.speculative.pass_costs import PassCosts
 from data_plane.engine.steps_under_way import StepUnderWay
 from data_plane.plan import Int32Array, NewRow, StepOutput, StepPlan
 from data_plane.spans import span

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts of later tokens, the passes that verify them, and whether they pay."""
