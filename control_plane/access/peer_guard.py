@@ -1,6 +1,7 @@
 """Refuses calls of peers whose certificate has expired or is on the deny list.
 
-Calls that run are ended when the certificate of their peer expires or is added to the list.
+Calls that run are ended when the certificate of their peer is added to the list. Its expiry ends none: it is looked at
+when a call begins.
 
 Needs the package cryptography. server.py imports it only where clients present certificates.
 """

@@ -147,7 +147,7 @@ class AdapterArena:
             with self._transfers.load():
                 self._pool.zero(page_ids)
                 if has_vectors:
-                    self._pool.write_values(page_ids[num_pages:], torch.ones(num_values))
+                    self._pool.write_values(page_ids[num_pages:], torch.ones(num_values), self._transfers.ring)
                 placement = Placement(modules, num_values, num_pages, len(page_ids))
                 columns = self.table.columns(placement.modules)
                 there = self.table.upload(page_ids, columns)

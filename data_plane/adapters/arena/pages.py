@@ -9,8 +9,9 @@ Not thread-safe: the arena locks.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -79,9 +80,10 @@ class PagePool:
         """Clear pages before their next owner writes them."""
         self.pages.index_fill_(0, upload(page_ids, self.pages.device), 0)
 
-    def write(self, page_ids: npt.NDArray[np.int64], matrix: torch.Tensor) -> None:
-        """Write a matrix [rank, width] into its pages, with zeros in the rest of them."""
-        self._put(page_ids, self.in_pages(matrix))
+    def write(self, page_ids: npt.NDArray[np.int64], matrix: torch.Tensor, ring: PinnedRing | None) -> None:
+        """Write a matrix [rank, width] into its pages, with zeros in the rest of them. `ring`: see write_pages."""
+        with _staged(self.in_pages(matrix), ring) as pages:
+            self._put(page_ids, pages)
 
     def in_pages(self, matrix: torch.Tensor) -> torch.Tensor:
         """The pages [num_pages, PAGE_RANKS, tile_width] of a matrix [rank, width], with zeros in the rest of them."""
@@ -126,13 +128,13 @@ class PagePool:
         tiles = self.pages.index_select(0, page_ids).view(-1, num_tiles, PAGE_RANKS, self.tile_width)
         return tiles.transpose(1, 2).reshape(-1, num_tiles * self.tile_width)[:rank, :width]
 
-    def write_values(self, page_ids: npt.NDArray[np.int64], values: torch.Tensor) -> None:
-        """Write float32 values, given on the host, side by side into pages."""
+    def write_values(self, page_ids: npt.NDArray[np.int64], values: torch.Tensor, ring: PinnedRing | None) -> None:
+        """Write float32 values, given on the host, side by side into pages. `ring`: see write_pages."""
         padded = values.new_zeros(len(page_ids) * self.values_per_page)
         padded[: len(values)] = values
         device = self.pages.device
-        rows = padded.view(len(page_ids), self.values_per_page).to(device)
-        self.values.index_copy_(0, upload(page_ids, device), rows)
+        with _staged(padded.view(len(page_ids), self.values_per_page), ring) as rows:
+            self.values.index_copy_(0, upload(page_ids, device), rows.to(device, non_blocking=True))
 
     def check(self, held: Sequence[npt.NDArray[np.int64]]) -> None:
         """Assert that free pages and the given ones are all pages, each once."""
@@ -140,6 +142,17 @@ class PagePool:
         every = np.sort(np.concatenate([*free, *held, np.zeros(0, dtype=np.int64)]))
         assert np.array_equal(every, np.arange(self.num_pages)), "a page is lost or held twice"
         assert sum(len(ids) for ids in held) == self.num_used, "num_used is not what is held"
+
+
+@contextlib.contextmanager
+def _staged(values: torch.Tensor, ring: PinnedRing | None) -> Iterator[torch.Tensor]:
+    """The values on their way to the arena, whose copy the block queues: in the ring's memory where there is a ring."""
+    if ring is None:
+        yield values
+        return
+    bits = values.contiguous().view(torch.int32 if values.dtype.itemsize == 4 else torch.int16).numpy()
+    yield ring.fill(bits, values.dtype)
+    ring.queued()
 
 
 def runs(page_ids: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

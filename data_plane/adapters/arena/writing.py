@@ -86,7 +86,7 @@ class AdapterWriter:
                 size_bytes += self._write_modules(load, manifest, chunk, data, placement, page_ids, vectors)
         self._check_new_rows(manifest, written)
         if placement.num_values:
-            self._pool.write_values(page_ids[placement.num_matrix_pages :], vectors)
+            self._pool.write_values(page_ids[placement.num_matrix_pages :], vectors, self._transfers.ring)
         return size_bytes + vectors.nbytes
 
     def _write_paged(
@@ -153,8 +153,8 @@ class AdapterWriter:
             place = placement.modules[part.module.name]
             middle, end = place.first + place.num_a_pages, place.first + place.num_a_pages + place.num_b_pages
             if part.module.kind.has_matrices:
-                self._pool.write(page_ids[place.first : middle], part.tensors["a"])
-                self._pool.write(page_ids[middle:end], part.tensors["b"])
+                self._pool.write(page_ids[place.first : middle], part.tensors["a"], self._transfers.ring)
+                self._pool.write(page_ids[middle:end], part.tensors["b"], self._transfers.ring)
             else:
                 self._pool.zero(page_ids[place.first : end])
             self._write_vectors(part, place, vectors, manifest.digest)
@@ -184,7 +184,8 @@ class AdapterWriter:
                 f"below {num_tokens}"
             )
         first = place.first + self._pool.num_pages_of(before.num_rows, entry.width)
-        self._pool.write(page_ids[first : first + self._pool.num_pages_of(count, entry.width)], part.rows)
+        own = page_ids[first : first + self._pool.num_pages_of(count, entry.width)]
+        self._pool.write(own, part.rows, self._transfers.ring)
         vectors.view(torch.int32)[place.ids + before.num_rows :][:count] = part.ids
         if place.bias is not None and part.bias is not None:
             vectors[place.bias + before.num_rows :][:count] = part.bias

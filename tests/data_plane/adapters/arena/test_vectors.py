@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from data_plane.adapters.arena.transfers import Transfers
+from data_plane.adapters.format.paged import Bits
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.errors import AdapterCorrupt, AdapterLoadError, AdapterMismatch
 from tests.data_plane.adapters.factories import (
@@ -195,3 +197,34 @@ def test_vectors_are_float32_in_pages_of_bfloat16() -> None:
     expected = torch.zeros(3, target.out_features)
     expected[0] = 2.0 * adapters[0].vectors[target.name]
     assert torch.equal(y, expected.bfloat16())
+
+
+class NotingRing:
+    """Pinned memory that counts what passes through it."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_under_way = 0
+
+    def fill(self, values: Bits, dtype: torch.dtype) -> torch.Tensor:
+        self.num_bytes += values.nbytes
+        self.num_under_way += 1
+        return torch.from_numpy(values.copy()).view(dtype).view(values.shape)
+
+    def queued(self) -> None:
+        self.num_under_way -= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vectors", ["", "bias", "magnitude"])
+def test_all_of_a_load_passes_through_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch, vectors: str, dtype: torch.dtype
+) -> None:
+    """Beside a GPU. A copy of other memory would hold up the launches of the threads beside it."""
+    ring = NotingRing()
+    monkeypatch.setattr(Transfers, "ring", ring)
+    packed = pack(5, vectors=vectors, dtype=dtype)
+    arena = make_arena(dtype=dtype)
+    load(arena, 0, 1, packed)
+    assert ring.num_bytes == packed.arena_bytes and ring.num_under_way == 0
+    if dtype == torch.float32:
+        run_step(arena, [0, -1], {0: packed})
