@@ -13,18 +13,23 @@ import pytest
 import torch
 
 from kernels.buckets import bucket, round_up
+from kernels.fp8_rows import triton_kernel as fp8_rows
 from kernels.gated_activation import gated_activation, triton_kernel as gate
 from kernels.lora import ModuleGroup, adapter_segments, ops, triton_segments
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.lora.expansion import Expansion
+from kernels.lora.layout import page_values
 from kernels.paged_attention import AttentionBatch, RowBatch, triton_kernel
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
 from kernels.paged_attention.options import Options
 from kernels.rms_norm import rms_norm, triton_kernel as norm
 from kernels.rope import apply_rope_and_store_kv, cases as rope_cases, triton_kernel as rope
+from kernels.row_state import cases as row_cases, triton_kernel as row_state
 from kernels.sampling import sample_and_check, triton_kernel as sampling
 from kernels.sampling.cases import make_adjustments
 from kernels.store_kv import cases as store_cases, triton_kernel as store
+from kernels.token_rows import triton_kernel as token_rows
+from kernels.token_rows.layout import RowTable
 from tests.kernels.replaced_launches import replace_launches
 from tests.kernels.sampling.test_triton_sampling import make_logits, make_rows
 
@@ -260,6 +265,10 @@ def test_programs_of_the_other_kernels_follow_the_rows(num_rows: int, launches: 
     query = torch.empty(num_rows, 32, 128, dtype=torch.bfloat16)
     triton_kernel.paged_attention(query, cache, cache, batch, Options(0.1))
     sampling.sample(torch.empty(num_rows, 128_256, dtype=torch.bfloat16), None, None)
+    row_state.decode_inputs(row_cases.make(row_cases.CASES[0])[0], numbers, 16)
+    row_state.store_tokens(numbers.long(), numbers, numbers.long())
+    row_state.store_differences(numbers, torch.zeros(2 * num_rows, dtype=torch.int32))
+    fp8_rows.quantize_rows(hidden)
     assert {name: math.prod(grid) for name, grid, _ in launches} == {
         "rms_norm_kernel": num_rows,
         "gated_activation_kernel": num_rows * 14,
@@ -267,7 +276,33 @@ def test_programs_of_the_other_kernels_follow_the_rows(num_rows: int, launches: 
         "decode_kernel": 2 * 3,  # three on each of two multiprocessors
         "best_kernel": num_rows * 16,
         "pick_kernel": num_rows,
+        "decode_inputs_kernel": -(-num_rows // 128),
+        "store_tokens_kernel": -(-num_rows // 128),
+        "store_differences_kernel": -(-num_rows // 128),
+        "quantize_rows_kernel": num_rows,
     }
+
+
+@pytest.mark.parametrize(("num_tokens", "num_adapters", "blocks"), [(64, 8, 11), (64, 64, 64), (256, 64, 76)])
+def test_programs_of_an_embedding_and_its_rows_follow_the_tokens_not_the_slots(
+    num_tokens: int, num_adapters: int, blocks: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedding of 4096 values with A and B of rank 16, and rows that adapters replace; 256 slots."""
+    monkeypatch.setattr(ops, "runs_triton", lambda tensor: True)
+    slots = torch.arange(num_tokens, dtype=torch.int32) % num_adapters * 3
+    segments = triton_segments.segments(slots, 256, 16, num_adapters)
+    launches.clear()
+    ids, y = slots.long(), torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
+    h = ops.lora_embed(ids, llama_group((4096,), 128_256).module(0), segments, max_rank=16)
+    pages, numbers = torch.empty(1, 8, 1024, dtype=torch.bfloat16), torch.zeros(256, dtype=torch.int32)
+    table = RowTable(pages, page_values(pages), numbers, numbers, numbers, numbers.long(), numbers.long(), 4096)
+    token_rows.replace_embeddings(y, ids, slots, table, 1.0)
+    token_rows.replace_logits(torch.empty(num_tokens, 128_256), h[:, 0], slots, table)
+    assert [(name, math.prod(grid)) for name, grid, _ in launches] == [
+        ("embed_kernel", blocks),
+        ("embeddings_kernel", num_tokens * 4),
+        ("logits_kernel", num_tokens),
+    ]
 
 
 def test_routing_tokens_launches_the_same_grids_whatever_their_slots(launches: list[Launch]) -> None:
