@@ -19,8 +19,8 @@ from tests.data_plane.engine.device.launch_traces import launches_noted
 from tests.data_plane.engine.device.recorded_rig import Rig
 from tests.data_plane.engine.device.reruns import Body
 
-# Functions of Python that a step calls, the plan's and the results' included.
-MOST_CALLS = 250
+# Functions of Python that a step calls, the plan's and the results' included: without adapters and with them.
+MOST_CALLS = (160, 200)
 ROWS = 8
 TraceFunction = Callable[[FrameType, str, object], Any]
 
@@ -91,4 +91,4 @@ def test_a_step_runs_no_more_python_for_more_rows(tmp_path: Path, slots: list[in
     for row in range(2, ROWS):
         rig.add(row, slots[row % len(slots)])
     assert python_of_a_step(rig) == few
-    assert 0 < few[0] <= MOST_CALLS
+    assert 0 < few[0] <= MOST_CALLS[slots != [None]]
