@@ -18,6 +18,7 @@ from motet.command_line import byte_size
 from contract.fingerprint import NOT_QUANTIZED, QUANTIZATIONS
 from contract.model_dir import why_no_checkpoint
 from contract.packed_layout import ITEMSIZE
+from contract.plan_stream.plan_bounds import MAX_PLAN_STEPS
 from contract.process_log import LOG_FORMATS, LOG_LEVELS, settings_line, shown_value
 from contract.redaction import has_password
 from contract.redis_access import PasswordUnreadable, RedisAccess, RedisTls, find_url_mistake, read_password
@@ -29,7 +30,6 @@ from control_plane.adapters.sources.locations import remote_root
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
 from control_plane.scheduler.settings import Policy, SchedulerSettings
-from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 DTYPES = ("auto", *ITEMSIZE)
 HOST_CACHES = ("redis", "memory")

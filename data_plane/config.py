@@ -20,6 +20,7 @@ from contract.fingerprint import NOT_QUANTIZED, QUANTIZATIONS
 from contract.hello_bounds import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS, MAX_SLOTS, MAX_STEP_TOKENS
 from contract.ids import WORKER_ID_FORM, is_worker_id
 from contract.packed_layout import ITEMSIZE
+from contract.plan_stream.plan_bounds import MAX_PLAN_STEPS
 from contract.process_log import LOG_FORMATS, LOG_LEVELS, settings_line
 from contract.redis_access import PasswordUnreadable, RedisTls, find_url_mistake, read_password
 from contract.settings import config_file, flags
@@ -323,18 +324,30 @@ class WorkerConfig:
         return self.warm_up == "on" or (self.warm_up == "auto" and device_type == "cuda")
 
     def graph_sizes(self, device_type: str) -> tuple[int, ...]:
-        """Numbers of rows whose decode steps are recorded on "cpu" or "cuda", ascending. Raises ConfigError."""
+        """Numbers of rows whose decode steps are recorded on "cpu" or "cuda", ascending. Raises ConfigError.
+
+        A pass with drafts is a step with a row for each token: where rows draft there are graphs for these, too.
+        """
         if self.cuda_graphs == "off" or (self.cuda_graphs == "auto" and device_type != "cuda"):
             return ()
         if self.cuda_graphs == "auto":
-            return (*(size for size in GRAPH_SIZES if size < self.max_rows), min(self.max_rows, GRAPH_SIZES[-1]))
+            most = min(self._most_decodes, GRAPH_SIZES[-1])
+            return tuple(sorted({*(size for size in GRAPH_SIZES if size < most), min(self.max_rows, most), most}))
         words = self.cuda_graphs.split(",")
-        if not all(word.isdecimal() and 1 <= int(word) <= self.max_rows for word in words):
+        if not all(word.isdecimal() and 1 <= int(word) <= self._most_decodes for word in words):
+            limit = f"--max-rows {self.max_rows}"
+            if self.speculative != "off":
+                limit = f"{MAX_PLAN_STEPS} times {limit}"
             raise ConfigError(
-                f"--cuda-graphs: {self.cuda_graphs!r} is not auto, off or numbers of rows from 1 to --max-rows "
-                f"{self.max_rows} with commas between them, such as 1,8,64"
+                f"--cuda-graphs: {self.cuda_graphs!r} is not auto, off or numbers of rows from 1 to {limit} with "
+                "commas between them, such as 1,8,64"
             )
         return tuple(sorted({int(word) for word in words}))
+
+    @property
+    def _most_decodes(self) -> int:
+        """Tokens of a step that decodes, those of drafts included."""
+        return self.max_rows * (1 if self.speculative == "off" else MAX_PLAN_STEPS)
 
     def describe(self, *, only_changed: bool = False) -> str:
         """The settings on one line, for the log, without secrets: all, or those that differ from their defaults."""

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.engine.driver import load_adapters, make_engine
 from benchmarks.serving.checkpoints import SEED, SHAPES, make_adapters, make_base
 from benchmarks.system import ROOT
-from control_plane.scheduler.types import MAX_PLAN_STEPS
+from contract.plan_stream.plan_bounds import MAX_PLAN_STEPS
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, RowSampling, StepPlan
 

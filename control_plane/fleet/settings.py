@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from contract.plan_stream.plan_bounds import MAX_PLAN_STEPS
 from control_plane.fleet.tenants import TenantTable
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
-from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 MIN_WORK_TIMEOUT_S = 1.0  # of steps and loads: far above the time between two heartbeats
 

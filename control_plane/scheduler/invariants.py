@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from contract.plan_stream.plan_bounds import MAX_PLAN_STEPS
 from control_plane.scheduler.requests.sequence import Row, Sequence, SequenceGroup
 from control_plane.scheduler.requests.states import GroupState, SequenceState
 from control_plane.scheduler.scheduler import Scheduler, scheduler_parts
 from control_plane.scheduler.step.decode_batch import by_progress
 from control_plane.scheduler.step.plan_draft import InFlightStep
 from control_plane.scheduler.step.worker_state import WorkerState
-from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

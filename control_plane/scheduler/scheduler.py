@@ -15,6 +15,7 @@ from collections.abc import KeysView, Reversible, Set
 from dataclasses import dataclass
 from operator import attrgetter
 
+from contract.plan_stream.plan_bounds import MAX_PLAN_STEPS
 from control_plane.scheduler.admission import check_fits, make_group
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.fairness import VirtualCounters
@@ -36,7 +37,6 @@ from control_plane.scheduler.step.run_ahead import may_plan, repeat
 from control_plane.scheduler.step.step_results import StepResults, ending
 from control_plane.scheduler.step.worker_state import WorkerState, make_worker_state
 from control_plane.scheduler.types import (
-    MAX_PLAN_STEPS,
     FinishReason,
     Outputs,
     Request,

@@ -20,10 +20,6 @@ from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs, T
 Vector = npt.NDArray[np.float32]  # [hidden_width or num_labels] of a request with `pooling`
 
 TOKEN_BYTES = 4  # of a token id as int32, packed to be hashed or sent
-# Steps that one plan may stand for. A request that arrives waits for the steps already sent, so the fleet allows no
-# more steps than hide the round trip.
-MAX_PLAN_STEPS = 4
-
 RequestId = NewType("RequestId", int)  # made by the fleet, never reused within one control plane process
 
 

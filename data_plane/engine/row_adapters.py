@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from data_plane.adapters.arena.scaled_columns import ScaledColumns
 from data_plane.adapters.step.further_columns import FurtherColumns
+from data_plane.errors import PlanRefused
 from data_plane.plan import MAX_ROW_ADAPTERS, Int32Array, NewRow, RowAdapter
 
 Int64Array = npt.NDArray[np.int64]
@@ -41,6 +42,11 @@ class RowAdapters:
     def add(self, new: NewRow) -> None:
         """Begin a row, whose adapters are in the slot table. Raises PlanRefused."""
         row = new.row
+        if new.active_from and new.active_from >= new.num_prompt_tokens:
+            raise PlanRefused(
+                f"new row {row} has an adapter from token {new.active_from} on; it may begin within the prompt alone, "
+                f"of {new.num_prompt_tokens} tokens"
+            )
         self.column[row] = -1 if new.slot is None else new.slot
         if new.active_from:
             self._active_from[row] = new.active_from

@@ -48,30 +48,28 @@ class DraftTokens:
     token_ids: torch.Tensor  # int32 [n] where `ahead` is above 0; elsewhere without a meaning
 
 
-def decode_inputs(
-    state: RowState, rows: torch.Tensor, block_size: int, drafts: DraftTokens | None = None
-) -> DecodeInputs:
+def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int, drafts: DraftTokens) -> DecodeInputs:
     """The inputs of a step of these rows, int32 [n], each of which then has one computed token more in the state.
 
     No row is named twice, but for -1, which stands for no row. Row 3 with 8 tokens computed of which 5 are the prompt,
     blocks 7, 2, 9 of 4 tokens and slot 6: position 8, KV position 36, 9 keys, index 4, slot 6.
 
-    With `drafts` whose `ahead` is 0 or more, a row is named once for each of its tokens, and the state stays as it is:
-    how many drafts are right is known later. Row 3 above with one draft: positions 8 and 9.
+    With drafts, a row is named once for each of its tokens, and the state stays as it is: how many drafts are right is
+    known later. Row 3 above with one draft: positions 8 and 9.
     """
     if rows.dtype != torch.int32 or rows.dim() != 1:
         raise ValueError(f"rows is {rows.dtype} {tuple(rows.shape)}, want int32 [n]")
     if state.block_tables.stride(1) != 1:
         raise ValueError(f"block_tables has strides {state.block_tables.stride()}, want dense rows")
-    for name, tensor in (("ahead", drafts.ahead), ("token_ids", drafts.token_ids)) if drafts is not None else ():
+    for name, tensor in (("ahead", drafts.ahead), ("token_ids", drafts.token_ids)):
         if tensor.dtype != torch.int32 or tensor.shape != rows.shape:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, want int32 {tuple(rows.shape)}")
     check_devices(
         rows=rows,
         last_tokens=state.last_tokens,
         block_tables=state.block_tables,
-        ahead=None if drafts is None else drafts.ahead,
-        token_ids=None if drafts is None else drafts.token_ids,
+        ahead=drafts.ahead,
+        token_ids=drafts.token_ids,
     )
     if runs_triton(rows.new_empty(0, dtype=torch.float32)):
         from kernels.row_state import triton_kernel

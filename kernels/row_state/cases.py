@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.row_state import RowState
+from kernels.row_state import DraftTokens, RowState
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,11 @@ CASES = (
     Case("nothing but padding", 3, (-1, -1)),
     Case("more than one program", 300, tuple(range(0, 300, 2)), block_size=3, max_blocks=17),
 )
+
+
+def no_drafts(rows: torch.Tensor) -> DraftTokens:
+    """Of a step of these rows without drafts."""
+    return DraftTokens(torch.full_like(rows, -1), torch.full_like(rows, 7))
 
 
 def make(case: Case, *, device: torch.device | str = "cpu", seed: int = 0) -> tuple[RowState, torch.Tensor]:

@@ -10,18 +10,14 @@ if TYPE_CHECKING:
     from kernels.row_state import DecodeInputs, DraftTokens, RowState
 
 
-def decode_inputs(
-    state: RowState, rows: torch.Tensor, block_size: int, drafts: DraftTokens | None = None
-) -> DecodeInputs:
+def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int, drafts: DraftTokens) -> DecodeInputs:
     """See the package."""
     from kernels.row_state import DecodeInputs
 
     is_row = rows >= 0
     ids = rows.long().clamp(min=0)
-    ahead = torch.full_like(rows, -1) if drafts is None else drafts.ahead
-    token_ids = state.last_tokens[ids]
-    if drafts is not None:
-        token_ids = torch.where(ahead > 0, drafts.token_ids.long(), token_ids)
+    ahead = drafts.ahead
+    token_ids = torch.where(ahead > 0, drafts.token_ids.long(), state.last_tokens[ids])
     computed = torch.where(is_row, state.num_computed[ids] + ahead.clamp(min=0), 0)
     positions = computed.long()
     blocks = state.block_tables[ids, positions // block_size].long()

@@ -28,11 +28,10 @@ def decode_inputs_kernel(
     num_prompt_ptr,  # int32 [R]
     slots_ptr,  # int32 [R]
     tables_ptr,  # int32 [R, max_blocks]
-    ahead_ptr,  # int32 [num_tokens], where HAS_DRAFTS
-    draft_ids_ptr,  # int32 [num_tokens], where HAS_DRAFTS
+    ahead_ptr,  # int32 [num_tokens]
+    draft_ids_ptr,  # int32 [num_tokens]
     num_tokens,
     stride_table,
-    HAS_DRAFTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -48,14 +47,10 @@ def decode_inputs_kernel(
     is_row = row >= 0
     computed = tl.load(num_computed_ptr + row, mask=is_row, other=0)
     position = computed.to(tl.int64)
-    token = tl.load(last_tokens_ptr + row, mask=is_row, other=0)
-    is_last = is_row
-    if HAS_DRAFTS:
-        ahead = tl.load(ahead_ptr + offs, mask=is_inside, other=-1)
-        draft = tl.load(draft_ids_ptr + offs, mask=is_inside, other=0).to(tl.int64)
-        is_last = is_row & (ahead < 0)
-        position += tl.where(is_row, tl.maximum(ahead, 0), 0)
-        token = tl.where(is_row & (ahead > 0), draft, token)
+    ahead = tl.load(ahead_ptr + offs, mask=is_inside, other=-1)
+    position += tl.where(is_row, tl.maximum(ahead, 0), 0)
+    draft = tl.load(draft_ids_ptr + offs, mask=is_inside, other=0).to(tl.int64)
+    token = tl.where(is_row & (ahead > 0), draft, tl.load(last_tokens_ptr + row, mask=is_row, other=0))
     prompt = tl.load(num_prompt_ptr + row, mask=is_row, other=0).to(tl.int64)
     block = tl.load(tables_ptr + row * stride_table + position // BLOCK_SIZE, mask=is_row, other=0).to(tl.int64)
     tl.store(longs_ptr + offs, token, mask=is_inside)
@@ -65,7 +60,7 @@ def decode_inputs_kernel(
     tl.store(longs_ptr + 3 * num_tokens + offs, tl.where(is_row, position + 1 - prompt, 0), mask=is_inside)
     tl.store(context_lens_ptr + offs, tl.where(is_row, position + 1, 0).to(tl.int32), mask=is_inside)
     tl.store(token_slots_ptr + offs, tl.load(slots_ptr + row, mask=is_row, other=-1), mask=is_inside)
-    tl.store(num_computed_ptr + row, computed + 1, mask=is_last)
+    tl.store(num_computed_ptr + row, computed + 1, mask=is_row & (ahead < 0))
 
 
 @kernel(do_not_specialize=["num_tokens"])
@@ -99,9 +94,7 @@ def store_differences_kernel(
     tl.store(whole_ptr + place, value, mask=is_inside)
 
 
-def decode_inputs(
-    state: RowState, rows: torch.Tensor, block_size: int, drafts: DraftTokens | None = None
-) -> DecodeInputs:
+def decode_inputs(state: RowState, rows: torch.Tensor, block_size: int, drafts: DraftTokens) -> DecodeInputs:
     """See the package."""
     from kernels.row_state import DecodeInputs
 
@@ -119,11 +112,10 @@ def decode_inputs(
             state.num_prompt,
             state.slots,
             state.block_tables,
-            rows if drafts is None else drafts.ahead,
-            rows if drafts is None else drafts.token_ids,
+            drafts.ahead,
+            drafts.token_ids,
             num_tokens,
             state.block_tables.stride(0),
-            HAS_DRAFTS=drafts is not None,
             BLOCK_SIZE=block_size,
             BLOCK=BLOCK,
         )

@@ -100,9 +100,7 @@ def compile_row_state() -> None:
     longs = dict.fromkeys(("longs_ptr", "last_tokens_ptr", "tokens_ptr"), "*i64")
     names = "context_lens token_slots rows num_computed num_prompt slots tables ahead draft_ids whole differences"
     ints = {f"{name}_ptr": "*i32" for name in names.split()}
-    for has_drafts in (False, True):
-        constants = {"HAS_DRAFTS": has_drafts, "BLOCK_SIZE": 16, "BLOCK": ROWS}
-        compile_kernel(decode_inputs_kernel, constants, longs | ints, 4)
+    compile_kernel(decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": ROWS}, longs | ints, 4)
     compile_kernel(store_tokens_kernel, {"BLOCK": ROWS}, longs | ints, 4)
     compile_kernel(store_differences_kernel, {"BLOCK": ROWS}, ints, 4)
 

@@ -18,7 +18,7 @@ def test_kernels_compile_for_an_h200_to_vectors_without_a_spill(tmp_path: Path) 
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(compiled) == 17
+    assert len(compiled) == 16
     assert sum(kernel["num_fp8_casts"] > 0 for kernel in compiled) == 3
     for kernel in compiled:
         assert kernel["stack_bytes"] == 0, f"{kernel['kernel']} spills"

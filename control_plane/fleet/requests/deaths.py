@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from contract.plan_stream.plan_bounds import MAX_PLAN_STEPS
 from control_plane.fleet.requests.jobs import Death, Job
-from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 DEATHS_TO_SUSPECT = 2
 # A request that is not a suspect is given up after more deaths, or more losses in a row without a token. This is

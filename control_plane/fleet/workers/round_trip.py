@@ -15,7 +15,7 @@ import math
 from collections import deque
 from statistics import median
 
-from control_plane.scheduler.types import MAX_PLAN_STEPS
+from contract.plan_stream.plan_bounds import MAX_PLAN_STEPS
 
 _NUM_SAMPLES = 8  # round trips; with the usual heartbeat those of the last four seconds
 _NUM_STEPS = 32

@@ -47,6 +47,7 @@ class AdapterSteps:
         self._shrunk = ShrunkRows()
         # Segments of the tokens that were grouped last: steady steps group the same ones, the head those of the layers.
         self._last_segments: tuple[tuple[int, bytes], AdapterSegments] | None = None
+        self._last_row_slots: tuple[bytes, torch.Tensor] | None = None  # likewise, of steps whose adapters replace rows
         # Key: the table's version and the slots. Most steps have the slots of the step before.
         self._needs: tuple[tuple[int, bytes], ModuleNeeds] | None = None
 
@@ -126,8 +127,10 @@ class AdapterSteps:
         if len(slots) == 0:
             return None
         alone = np.where(host_slots < self._num_slots, host_slots, -1).astype(np.int32)
-        on_device = upload(alone, self._device)
-        return RowStep(self._table.rows, on_device, self._segments(alone), slots.tolist())
+        key = alone.tobytes()
+        if self._last_row_slots is None or self._last_row_slots[0] != key:
+            self._last_row_slots = key, upload(alone, self._device)
+        return RowStep(self._table.rows, self._last_row_slots[1], self._segments(alone), slots.tolist())
 
     def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32], further: FurtherColumns | None) -> LoraStep:
         # The rows of experts have the first adapter of their tokens: an adapter on experts is not combined, or scaled.

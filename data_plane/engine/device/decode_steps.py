@@ -21,7 +21,7 @@ from data_plane.plan import Int32Array
 from kernels.buckets import bucket
 from kernels.groups import places_within
 from kernels.paged_attention import RowBatch
-from kernels.row_state import DecodeInputs, DraftTokens, decode_inputs
+from kernels.row_state import DecodeInputs, decode_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ class DecodeSteps:
         token_slots, further = rows.adapters.of_tokens(token_rows, positions)
         key = None
         if self._graphs is not None and further is None:
-            key = self._graphs.find(len(token_rows), token_slots)
+            # Passes with drafts have many sizes, each of which would hold up the requests.
+            key = self._graphs.find(len(token_rows), token_slots, may_record=drafts is None)
         if drafts is not None:
             return self._run_drafts(decoding, drafts, key, token_slots, further, int(positions.max()) + 1)
         if key is not None and self._graphs is not None:
@@ -118,16 +119,14 @@ class DecodeSteps:
         longest: int,
     ) -> Decoded:
         of_rows = token_slots[np.cumsum(drafts.counts + 1) - drafts.counts - 1]
-        tokens = self._device_rows.with_drafts(decoding, drafts.counts, drafts.token_ids, of_rows)
+        row_ids, there = self._device_rows.with_drafts(decoding, drafts.counts, drafts.token_ids, of_rows)
         if key is not None and self._graphs is not None:
-            logits, completion_index = self._graphs.run_drafts(key, tokens)
+            logits, completion_index = self._graphs.run_drafts(key, row_ids, there)
         else:
-            row_ids, ahead, token_ids = tokens
-            state, size = self._device_rows.state, self._device_rows.block_size
-            inputs = decode_inputs(state, row_ids, size, DraftTokens(ahead, token_ids))
+            inputs = decode_inputs(self._device_rows.state, row_ids, self._device_rows.block_size, there)
             logits = self._forward(row_ids, inputs, self._adapters(token_slots, further), self._bounded(longest))
             completion_index = inputs.completion_index
-        return Decoded(logits, tokens[0], completion_index)
+        return Decoded(logits, row_ids, completion_index)
 
     def _bounded(self, longest: int) -> int:
         """What no length of a step exceeds, in few different numbers."""

@@ -13,7 +13,7 @@ from data_plane.engine.rows import Int64Array, Rows
 from data_plane.plan import Int32Array
 from kernels.devices import upload, upload_all
 from kernels.groups import places_within
-from kernels.row_state import DecodeInputs, RowState, decode_inputs, store_differences, store_tokens
+from kernels.row_state import DecodeInputs, DraftTokens, RowState, decode_inputs, store_differences, store_tokens
 
 _UNKNOWN = -2  # no slot has this number
 
@@ -42,6 +42,7 @@ class DeviceRows:
         self._num_computed = np.zeros(max_rows, dtype=np.int64)
         self._slots = np.full(max_rows, _UNKNOWN, dtype=np.int32)
         self._num_blocks = np.zeros(max_rows, dtype=np.int64)
+        self._no_drafts = [torch.full((max_rows,), -1, dtype=torch.int32, device=device) for _ in range(2)]
         self._row_ids: tuple[bytes, torch.Tensor] = (b"", torch.zeros(0, dtype=torch.int32, device=device))
 
     @property
@@ -59,7 +60,8 @@ class DeviceRows:
         `slots` int32 [n] are those of their tokens, -1 for no adapter.
         """
         row_ids = self.advance(decoding, slots)
-        return row_ids, decode_inputs(self.state, row_ids, self.block_size)
+        drafts = DraftTokens(*(none[: len(row_ids)] for none in self._no_drafts))
+        return row_ids, decode_inputs(self.state, row_ids, self.block_size, drafts)
 
     def advance(self, decoding: Int64Array, slots: Int32Array) -> torch.Tensor:
         """The rows, int32 [n] on the device, the same tensor while they are the same. What the device lacks of them is
@@ -70,9 +72,8 @@ class DeviceRows:
 
     def with_drafts(
         self, decoding: Int64Array, counts: Int64Array, draft_ids: Int64Array, slots: Int32Array
-    ) -> torch.Tensor:
-        """int32 [3, n] on the device, for `decode_inputs`: the row of each token, how many tokens of the row it comes
-        after, and its id where it is a draft.
+    ) -> tuple[torch.Tensor, DraftTokens]:
+        """The row of each token of a pass with drafts, int32 [n] on the device, and the drafts, for `decode_inputs`.
 
         `counts` [rows] are the rows' drafts, `draft_ids` their ids, `slots` [rows] those of the rows' adapters. What
         the device lacks of the rows is there then. Its copy is not advanced.
@@ -81,12 +82,11 @@ class DeviceRows:
         ahead = places_within(counts + 1)
         token_ids = np.zeros(len(ahead), dtype=np.int64)
         token_ids[ahead > 0] = draft_ids
-        tokens = np.stack([np.repeat(decoding, counts + 1), ahead, token_ids]).astype(np.int32)
-        differences = np.concatenate([places, values]).astype(np.int32)
-        tokens_there, differences_there = upload_all(self._device, tokens, differences)
+        arrays = np.repeat(decoding, counts + 1), ahead, token_ids, np.concatenate([places, values])
+        row_ids, *drafts, differences = upload_all(self._device, *(array.astype(np.int32) for array in arrays))
         if len(places):
-            store_differences(self._whole, differences_there)
-        return tokens_there
+            store_differences(self._whole, differences)
+        return row_ids, DraftTokens(*drafts)
 
     def tables_of(self, step_rows: Int64Array) -> torch.Tensor:
         """The block tables by row number, int32 [max_rows, blocks] on the device, with all blocks of these rows."""

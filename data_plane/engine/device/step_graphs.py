@@ -136,9 +136,9 @@ class StepGraphs:
                     self._record(GraphKey(size, tier))
         logger.info("graphs recorded number=%d time_s=%.1f", len(self._graphs), time.perf_counter() - started_s)
 
-    def find(self, num_rows: int, token_slots: Int32Array) -> GraphKey | None:
+    def find(self, num_rows: int, token_slots: Int32Array, *, may_record: bool = True) -> GraphKey | None:
         """The smallest graph that serves a step of `num_rows` with these adapters; None: none does. In a pass with
-        drafts each token counts as a row.
+        drafts each token counts as a row. `may_record`: one that was not recorded yet may be recorded now.
 
         token_slots is int32 [num_rows] on the host, -1 for no adapter.
         """
@@ -157,7 +157,7 @@ class StepGraphs:
             return None
         key = GraphKey(size, replace(fitting[0], has_vectors=needed.has_vectors, has_experts=needed.has_experts))
         # Few adapters have vectors, or change experts: such a graph is recorded when the first of them decodes.
-        return key if key in self._graphs or self._record_late(key) else None
+        return key if key in self._graphs or (may_record and self._record_late(key)) else None
 
     def run(
         self, key: GraphKey, decoding: Int64Array, token_slots: Int32Array
@@ -175,13 +175,16 @@ class StepGraphs:
             self._has_drafts = False
         return *self._replay(key, count), row_ids
 
-    def run_drafts(self, key: GraphKey, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue a pass of these tokens, int32 [3, n] of DeviceRows.with_drafts: as `run`."""
-        count = tokens.shape[1]
-        for there, values in zip((self._row_ids, self._ahead, self._draft_ids), tokens, strict=True):
-            there[:count] = values
-        self._row_ids[count:] = -1
+    def run_drafts(
+        self, key: GraphKey, row_ids: torch.Tensor, drafts: DraftTokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue a pass of these tokens, of DeviceRows.with_drafts: as `run`."""
+        count = len(row_ids)
         self._rows_there, self._has_drafts = None, True
+        self._row_ids[:count] = row_ids
+        self._row_ids[count:] = -1
+        self._ahead[:count] = drafts.ahead
+        self._draft_ids[:count] = drafts.token_ids
         return self._replay(key, count)
 
     def _replay(self, key: GraphKey, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,8 +32,9 @@ from kernels.sampling import (
 
 # Token ids and what is added to their logits; -inf bans.
 _Biases = tuple[Int64Array, Float32Array]
-# Sets of rows whose settings stay on the device: those of a step, by the size of their vocabularies.
-_MOST_SETS = 8
+# Sets of rows whose settings stay on the device: those of a step, by the size of their vocabularies, and of passes with
+# drafts.
+_MOST_SETS = 64
 _NO_BIASES: _Biases = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32))
 
 
@@ -219,16 +220,16 @@ class Sampler:
 
     def _of(self, rows: Int64Array) -> _OnDevice:
         key = rows.tobytes()
-        if key not in self._on_device:
-            if len(self._on_device) == _MOST_SETS:
-                self._on_device.clear()
+        found = self._on_device.pop(key, None)
+        if found is None:
             places = self._history_place[rows]
             indices = np.flatnonzero(places >= 0)
             counted = upload_all(self._device, indices, places[indices]) if len(indices) else None
-            self._on_device[key] = _OnDevice(
-                self._settings(rows), None if counted is None else (counted[0], counted[1])
-            )
-        return self._on_device[key]
+            found = _OnDevice(self._settings(rows), None if counted is None else (counted[0], counted[1]))
+            if len(self._on_device) == _MOST_SETS:
+                del self._on_device[next(iter(self._on_device))]
+        self._on_device[key] = found  # those used last lie at the end
+        return found
 
     def _settings(self, rows: Int64Array) -> SamplingRows | None:
         """Sampling settings of `rows`, with every position set to 0. None if all rows are greedy."""

@@ -46,10 +46,17 @@ class DraftPasses:
         return self.draws.are_free(rows) & ~self.constraints.has_each(rows)
 
     def draw(self, rows: Int64Array, ahead: Int64Array, logits: torch.Tensor, at: Int64Array) -> DrawnTokens:
-        """Draw for rows [n], `ahead` [n] tokens behind their next one, from the logits at these places [n]. Waits."""
-        if len(at) < len(logits):
-            logits = logits[upload(at, logits.device)]
-        tokens, finite, _ = self.draws.draw(logits, rows, None, ahead=ahead)
+        """Draw for rows [n], `ahead` [n] tokens behind their next one, from the logits at these places [n]. Waits.
+
+        No draw has more tokens than there are rows: the largest step, beside which KV blocks are made, has room for
+        these.
+        """
+        parts = []
+        for begin in range(0, len(at), self.rows.max_rows):
+            part = slice(begin, begin + self.rows.max_rows)
+            own = logits if len(at[part]) == len(logits) else logits[upload(at[part], logits.device)]
+            parts.append(self.draws.draw(own, rows[part], None, ahead=ahead[part]))
+        tokens, finite = (torch.cat([part[index] for part in parts]) for index in range(2))
         return DrawnTokens(tokens, *self.copies.start(tokens, finite).read())
 
     def keep(self, drawn: DrawnTokens, rows: Int64Array, counts: Int64Array, last: Int64Array) -> None:

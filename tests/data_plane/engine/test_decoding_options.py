@@ -21,7 +21,7 @@ from data_plane.engine.sampling.logprobs import LEAST_LOGPROB
 from data_plane.engine.sampling.sampler import Sampler, SamplerStats
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
-from data_plane.plan import RowLogprobs, RowSampling
+from data_plane.plan import NewRow, RowLogprobs, RowSampling
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
 from tests.data_plane.engine.test_engine import PROMPT, new_row
 
@@ -374,3 +374,23 @@ def test_options_that_do_not_go_together_are_refused(engine: TorchEngine) -> Non
     engine.reset()
     with pytest.raises(PlanRefused, match="host-fed and has penalties"):
         engine.execute(make_plan(new=[new_row(is_host_fed=True, sampling=replace(GREEDY, presence_penalty=1.0))]))
+
+
+def test_penalties_of_rows_that_go_on_are_theirs_while_others_join(engine: TorchEngine) -> None:
+    """The ninth row with penalties makes the table of histories larger."""
+    penalised = replace(GREEDY, repetition_penalty=1.8, frequency_penalty=1.5, presence_penalty=1.0)
+
+    def joining(row: int) -> NewRow:
+        prompt = array([5, 9, 31, 7 + row])
+        blocks = array(range(3 * row, 3 * row + 3))
+        return new_row(row, token_ids=prompt, num_prompt_tokens=4, block_ids=blocks, sampling=penalised)
+
+    found = []
+    for joins in (False, True):
+        plans = [make_plan(1, new=[joining(row) for row in range(8)], prefills=[(row, 4) for row in range(8)])]
+        plans += [make_plan(2), make_plan(3), make_plan(4, new=[joining(8)] if joins else [])]
+        plans += [make_plan(step) for step in range(5, 12)]
+        outputs = [engine.execute(plan) for plan in plans]
+        found.append([output.token_ids[output.rows < 8].tolist() for output in outputs])
+        engine.reset()
+    assert found[0] == found[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.row_state import DraftTokens, RowState, decode_inputs, store_differences, store_tokens
-from kernels.row_state.cases import CASES, Case, make
+from kernels.row_state.cases import CASES, Case, make, no_drafts
 
 
 def state_of(computed: list[int], prompt: list[int], slots: list[int], tables: list[list[int]]) -> RowState:
@@ -21,7 +21,8 @@ def state_of(computed: list[int], prompt: list[int], slots: list[int], tables: l
 
 def test_the_example_of_the_docstring() -> None:
     state = state_of([0, 0, 0, 8], [1, 1, 1, 5], [0, 0, 0, 6], [[0] * 3] * 3 + [[7, 2, 9]])
-    found = decode_inputs(state, torch.tensor([3], dtype=torch.int32), 4)
+    rows = torch.tensor([3], dtype=torch.int32)
+    found = decode_inputs(state, rows, 4, no_drafts(rows))
     assert found.input_ids.tolist() == [43] and found.positions.tolist() == [8]
     assert found.kv_positions.tolist() == [36] and found.context_lens.tolist() == [9]
     assert found.completion_index.tolist() == [4] and found.token_slots.tolist() == [6]
@@ -32,7 +33,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_every_row_of_a_step_is_advanced_by_one_and_no_other(case: Case) -> None:
     state, rows = make(case)
     before, last = state.num_computed.clone(), state.last_tokens.clone()
-    found = decode_inputs(state, rows, case.block_size)
+    found = decode_inputs(state, rows, case.block_size, no_drafts(rows))
     for index, row in enumerate(case.rows):
         if row < 0:
             values = (found.input_ids, found.positions, found.kv_positions, found.context_lens, found.completion_index)
@@ -78,7 +79,7 @@ def test_tokens_are_stored_for_rows_alone(case: Case) -> None:
 def test_what_is_no_row_number_is_refused() -> None:
     state, rows = make(CASES[1])
     with pytest.raises(ValueError, match=r"rows is torch.int64 \(1,\), want int32 \[n\]"):
-        decode_inputs(state, rows.long(), 16)
+        decode_inputs(state, rows.long(), 16, no_drafts(rows))
     with pytest.raises(ValueError, match=r"tokens is torch.int64 \(2,\), want int64 \(1,\)"):
         store_tokens(state.last_tokens, rows, torch.zeros(2, dtype=torch.int64))
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from kernels.row_state import DraftTokens, reference, triton_kernel
-from kernels.row_state.cases import CASES, Case, make
+from kernels.row_state.cases import CASES, Case, make, no_drafts
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_kernel_begins_a_step_as_the_definition_does(case: Case, device: torch.device) -> None:
     actual_state, rows = make(case, device=device)
     expected_state, _ = make(case, device=device)
-    actual = triton_kernel.decode_inputs(actual_state, rows, case.block_size)
-    expected = reference.decode_inputs(expected_state, rows, case.block_size)
+    actual = triton_kernel.decode_inputs(actual_state, rows, case.block_size, no_drafts(rows))
+    expected = reference.decode_inputs(expected_state, rows, case.block_size, no_drafts(rows))
     for part in fields(expected):
         assert torch.equal(getattr(actual, part.name), getattr(expected, part.name)), part.name
     assert torch.equal(actual_state.num_computed, expected_state.num_computed)
@@ -40,18 +40,6 @@ def test_the_kernel_begins_a_step_with_drafts_as_the_definition_does(device: tor
     assert torch.equal(state.num_computed, before)
     assert actual.positions[:4].tolist() == [int(before[3]) + place for place in range(3)] + [int(before[0])]
     assert actual.input_ids[:4].tolist() == [int(state.last_tokens[3]), 901, 902, int(state.last_tokens[0])]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_step_that_could_have_drafts_and_has_none_advances_its_rows(case: Case, device: torch.device) -> None:
-    actual_state, rows = make(case, device=device)
-    expected_state, _ = make(case, device=device)
-    none = DraftTokens(torch.full_like(rows, -1), torch.full_like(rows, 7))
-    actual = triton_kernel.decode_inputs(actual_state, rows, case.block_size, none)
-    expected = reference.decode_inputs(expected_state, rows, case.block_size)
-    for part in fields(expected):
-        assert torch.equal(getattr(actual, part.name), getattr(expected, part.name)), part.name
-    assert torch.equal(actual_state.num_computed, expected_state.num_computed)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

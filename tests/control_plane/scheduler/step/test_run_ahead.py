@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from contract.plan_stream.plan_bounds import MAX_PLAN_STEPS
 from control_plane.scheduler.settings import SchedulerSettings
-from control_plane.scheduler.types import MAX_PLAN_STEPS, BeamSearch, FinishReason, Request
+from control_plane.scheduler.types import BeamSearch, FinishReason, Request
 from tests.control_plane.scheduler.factories import Bench, make_request
 from tests.fakes.model_worker import oracle
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from data_plane.engine.batch import build_batch
 from data_plane.engine.device.device_rows import DeviceRows
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.rows import Int64Array, Rows
+from data_plane.engine.speculative.draft_passes import DraftPasses, DrawnTokens
+from data_plane.errors import PlanRefused
 from data_plane.plan import RowSampling
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
@@ -149,14 +152,10 @@ def test_a_row_with_the_number_of_another_has_its_own_slot(rows: Rows, uploads: 
         rows.free(array([3]))
 
 
-def test_an_adapter_begins_with_its_token(rows: Rows, uploads: list[int]) -> None:
-    there = DeviceRows(rows, torch.device("cpu"))
-    begin(rows, 1, 4, [9, 10], slot=2, active_from=6)
-    seen = []
-    for _ in range(4):
-        steps_agree(rows, there, [1])
-        seen.append(int(there.state.slots[1]))
-    assert seen == [-1, -1, 2, 2]
+def test_an_adapter_that_begins_behind_its_prompt_is_refused(rows: Rows) -> None:
+    """A row has one slot on the device: that of the tokens which it generates."""
+    with pytest.raises(PlanRefused, match="new row 1 has an adapter from token 4 on; it may begin within the prompt"):
+        begin(rows, 1, 4, [9, 10], slot=2, active_from=4)
 
 
 def test_the_device_forgets_with_the_rows(rows: Rows, uploads: list[int]) -> None:
@@ -203,3 +202,20 @@ def test_a_reset_engine_serves_as_a_new_one(engine: TorchEngine) -> None:
     there.execute(make_plan(1, new=[new_row(0)], prefills=[(0, 7)]))
     there.reset()
     assert complete(there, [Job(PROMPT, 5)]) == expected
+
+
+def test_a_pass_with_drafts_says_which_rows_stayed_finite(rows: Rows) -> None:
+    """If the last token that counts was not, the row's blocks are made finite before another row fills them."""
+    unused: Any = None
+    last_tokens = torch.zeros(6, dtype=torch.int64)
+    parts = rows, unused, unused, unused, last_tokens
+    passes = DraftPasses(*parts, logits=unused, sample=unused)
+    for row, blocks in ((1, [9, 10]), (4, [7, 2])):
+        begin(rows, row, 4, blocks)
+    token_ids = array([50, 51, 52, 60, 61])
+    drawn = DrawnTokens(torch.from_numpy(token_ids).long(), token_ids, np.array([True, False, True, True, False]))
+    known = rows.num_known.copy()
+    passes.keep(drawn, np.array([1, 4]), np.array([2, 1]), np.array([1, 3]))
+    assert rows.maybe_non_finite[[1, 4]].tolist() == [True, False]
+    assert (rows.num_known - known)[[1, 4]].tolist() == [2, 1]
+    assert last_tokens[[1, 4]].tolist() == [51, 60]

@@ -26,8 +26,9 @@ from data_plane.plan import Int32Array, PendingStep, RowSampling, StepPlan
 from tests.data_plane.engine.device.reruns import Reruns
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import make_plan
+from tests.data_plane.engine.test_device_waits import UPLOAD, Moves, moves as moves
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.data_plane.engine.test_speculation import BLOCK, LOOP, Request, assert_same, run
+from tests.data_plane.engine.test_speculation import BLOCK, BLOCKS_OF_ROW, LOOP, Request, assert_same, run
 from tests.data_plane.engine.test_steps_under_way import Clock, LateCopies
 from tests.makers import make_adapter
 
@@ -250,3 +251,44 @@ def plan_of_four(engine: TorchEngine, step_id: int, appended: list[tuple[int, in
     return [
         engine.submit(plan) for plan in (first, *(StepPlan(step_id + 3 - left, num_more=left) for left in (2, 1, 0)))
     ]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_every_pass_with_drafts_has_a_graph_of_those_that_a_worker_records(
+    checkpoint: Path, loops: Callable[[float], None], passes: dict[str, int], num_rows: int
+) -> None:
+    """Few rows gain most."""
+    loops(100.0)
+    settings = {"block_size": BLOCK, "num_blocks": 200, "native_code": "off", "speculative": "ngram"}
+    config = worker_config(checkpoint, max_rows=num_rows, **settings)
+    built = build_engine(config)
+    parts = built.model, built.kv_cache, built.arena, built.capacities
+    engine = TorchEngine(*parts, decodes_on_device=True, speculative="ngram")
+    engine.decode_steps.record(Reruns(), config.graph_sizes("cuda"), has_adapters=False)
+    rows = [Request(LOOP[: 20 - row]) for row in range(num_rows)]
+    run(engine, rows, num_steps=30, seed=1, preempts=False, pauses=False)
+    assert passes["replayed"] == passes["all"] > 5
+
+
+def test_a_pass_with_drafts_waits_for_its_results_alone(
+    plain: TorchEngine, loops: Callable[[float], None], moves: Moves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: one copy for its tokens, one for what was accepted. The step behind it brings the rows up to date."""
+    monkeypatch.setattr("kernels.devices.packs_uploads", lambda device: True)
+    loops(100.0)
+    engine = drafting(plain, Reruns(), sizes=(4, 64))
+    rows = [Request(LOOP, slot=slot).new_row(row) for row, slot in enumerate((None, 0, 1))]
+    engine.execute(make_plan(1, new=rows, prefills=[(row, len(LOOP)) for row in range(3)]))
+
+    def uploads_of(plan: StepPlan) -> int:
+        moves.places.clear()
+        with moves:
+            assert len(engine.submit(plan).wait().rows) == 3
+        assert set(moves.places) <= {UPLOAD}
+        return moves.places[UPLOAD]
+
+    first = make_plan(2, appended=[(row, row * BLOCKS_OF_ROW + 5) for row in range(3)])
+    assert [uploads_of(replace(first, num_more=3))] == [2]
+    assert [uploads_of(StepPlan(3 + index, num_more=2 - index)) for index in range(3)] == [0, 0, 0]
+    appended = [(row, row * BLOCKS_OF_ROW + 6) for row in range(3)]
+    assert [uploads_of(make_plan(6, appended=appended)), uploads_of(make_plan(7))] == [1, 0]

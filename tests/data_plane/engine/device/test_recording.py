@@ -107,3 +107,11 @@ def test_sizes_end_with_the_rows_that_a_worker_has(checkpoint: Path) -> None:
     assert worker_config(checkpoint, max_rows=512).graph_sizes("cuda")[-1] == 256
     assert worker_config(checkpoint, cuda_graphs="8,1,8").graph_sizes("cuda") == (1, 8)
     assert worker_config(checkpoint).graph_sizes("cpu") == ()
+    for mode, sizes in (("off", (1, 2, 3)), ("auto", (1, 2, 3, 4, 8, 12))):  # three rows, each with three drafts
+        assert worker_config(checkpoint, max_rows=3, speculative=mode).graph_sizes("cuda") == sizes
+    assert worker_config(checkpoint, max_rows=512, speculative="auto").graph_sizes("cuda")[-1] == 256
+    assert worker_config(checkpoint, max_rows=3, speculative="ngram", cuda_graphs="12").graph_sizes("cuda") == (12,)
+    with pytest.raises(ConfigError, match="numbers of rows from 1 to --max-rows 3 with"):
+        worker_config(checkpoint, max_rows=3, cuda_graphs="12")
+    with pytest.raises(ConfigError, match="numbers of rows from 1 to 4 times --max-rows 3 with"):
+        worker_config(checkpoint, max_rows=3, speculative="ngram", cuda_graphs="13")
