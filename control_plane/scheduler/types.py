@@ -20,6 +20,7 @@ from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs, T
 Vector = npt.NDArray[np.float32]  # [hidden_width or num_labels] of a request with `pooling`
 
 TOKEN_BYTES = 4  # of a token id as int32, packed to be hashed or sent
+
 RequestId = NewType("RequestId", int)  # made by the fleet, never reused within one control plane process
 
 

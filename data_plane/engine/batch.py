@@ -29,6 +29,25 @@ class Drafts:
         """The first draft tokens of each row, `most` at most."""
         return Drafts(np.minimum(self.counts, most), self.token_ids[places_within(self.counts) < most])
 
+    @property
+    def ahead(self) -> Int64Array:
+        """Of each token of a pass, which has the rows' own and behind each its drafts: how many tokens of its row come
+        before it."""
+        return places_within(self.counts + 1)
+
+    @property
+    def starts(self) -> Int64Array:
+        """[num_rows] the place of each row's own token in the pass."""
+        return np.cumsum(self.counts + 1) - self.counts - 1
+
+    @property
+    def pass_ids(self) -> Int64Array:
+        """The token ids of the pass. Those of the rows' own, which the device knows, are 0 here."""
+        ahead = self.ahead
+        token_ids = np.zeros(len(ahead), dtype=np.int64)
+        token_ids[ahead > 0] = self.token_ids
+        return token_ids
+
     def of(self, indices: Int64Array) -> Drafts:
         """Those of the rows at these indices, which rise."""
         is_chosen = np.zeros(len(self.counts), dtype=np.bool_)
@@ -129,7 +148,7 @@ def build_batch(
     of_rows, query_start, context_lens = step_rows, start, ends
     if drafts is not None:
         of_rows, query_start, context_lens = _one_by_one(token_rows, positions)
-    fed = (decoding, _known(rows, prefills)) if drafts is None else (decoding, *_with_drafts(drafts, start))
+    fed = (decoding, _known(rows, prefills)) if drafts is None else (decoding, drafts.pass_ids, drafts.starts)
     position_ids, kv_positions_on_device, kept_on_device, sampled_on_device, *fed_on_device = upload_all(
         device, positions, kv_positions, kept, sampled_rows, *fed
     )
@@ -199,16 +218,6 @@ def _known(rows: Rows, prefills: Int32Array) -> Int64Array:
         begin = int(rows.num_computed[row])
         chunks.append(rows.token_ids[row][begin : begin + count])
     return np.concatenate(chunks).astype(np.int64)
-
-
-def _with_drafts(drafts: Drafts, start: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Token ids of a pass with drafts, and the index of each row's own token, which is 0 here: the device knows it."""
-    first = start[:-1]
-    token_ids = np.zeros(int(start[-1]), dtype=np.int64)
-    is_draft = np.ones(len(token_ids), dtype=np.bool_)
-    is_draft[first] = False
-    token_ids[is_draft] = drafts.token_ids
-    return token_ids, first
 
 
 def _input_ids(

@@ -24,7 +24,7 @@ import h11
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from gateway.http.errors import closing_response, stopping_response
+from gateway.http.errors import STOPPING, closing_response
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class Connection(H11Protocol):
         """End a request that the server does not wait for any longer: with an error where nothing of it was sent."""
         with contextlib.suppress(asyncio.CancelledError):  # a client that reads nothing
             if not self.cycle.response_started:
-                await stopping_response()(scope, receive, chunks.send)
+                await closing_response(503, STOPPING, "server_error")(scope, receive, chunks.send)
         if not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.transport.abort()

@@ -34,6 +34,10 @@ _NO_RETRY = {"x-should-retry": "false"}
 _WITHOUT_RETRY = frozenset({409, 413, 500, 501, 504})
 
 
+# What an open request gets when --drain-timeout-s has passed, with status 503.
+STOPPING = "the gateway is stopping, and this request took longer than it waits; send it again"
+
+
 class Refusal(Exception):
     """A request that is not served."""
 
@@ -67,17 +71,11 @@ def is_callers_mistake(error: MotetError) -> bool:
     return _STATUS_BY_CODE.get(error.code, 500) < 429
 
 
-def closing_response(status: int, message: str) -> JSONResponse:
+def closing_response(status: int, message: str, kind: str = "invalid_request_error") -> JSONResponse:
     """The refusal of a request that no protocol's handler gets. The connection is closed behind it."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": error}, status, headers={"connection": "close"})
-
-
-def stopping_response() -> JSONResponse:
-    """What an open request gets when --drain-timeout-s has passed."""
-    message = "the gateway is stopping, and this request took longer than it waits; send it again"
-    error = {"message": message, "type": "server_error", "param": None, "code": None}
-    return JSONResponse({"error": error}, 503, headers={"connection": "close", "retry-after": "1"})
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    headers = {"retry-after": "1"} if status == 503 else {}
+    return JSONResponse({"error": error}, status, headers={"connection": "close", **headers})
 
 
 async def client_gone(_request: Request, _error: Exception) -> Response:

@@ -15,7 +15,7 @@ from motet import MotetError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.errors import Refusal, stopping_response
+from gateway.http.errors import STOPPING, Refusal
 from gateway.openai.errors import error_body, refusal_of
 from gateway.openai.settings import OpenAiSettings
 
@@ -85,7 +85,7 @@ class EventStream:
             return
         except asyncio.CancelledError:  # the gateway is stopping
             if wire.has_begun and not wire.has_ended:
-                await wire.end(b"data: " + bytes(stopping_response().body) + b"\n\n" + self._last)
+                await wire.end(_error_event(Refusal(503, STOPPING)) + self._last)
             raise
         finally:
             keeping.cancel()
@@ -101,7 +101,7 @@ class EventStream:
             if not wire.has_begun:
                 wire.has_ended = True
                 raise
-            await wire.send(b"data: " + msgspec.json.encode(error_body(refusal_of(error))) + b"\n\n")
+            await wire.send(_error_event(refusal_of(error)))
         await wire.end(self._last)
 
     async def _keep_alive(self, wire: _Wire) -> None:
@@ -114,6 +114,10 @@ class EventStream:
                 await wire.send(b": keep-alive\n\n")
             else:
                 await asyncio.sleep(self._settings.sse_keep_alive_s - silent_s)
+
+
+def _error_event(refusal: Refusal) -> bytes:
+    return b"data: " + msgspec.json.encode(error_body(refusal)) + b"\n\n"
 
 
 class _Wire:

@@ -20,7 +20,7 @@ import torch
 from contract.packed_layout import page_widths
 from data_plane.adapters.arena.transfers import PinnedRing
 from data_plane.adapters.format.packed import is_finite
-from data_plane.adapters.format.paged import Bits
+from data_plane.adapters.format.paged import BITS, Bits
 from data_plane.adapters.free_runs import FreeRuns
 from data_plane.plan import TargetKind, TargetModule
 from kernels.devices import upload
@@ -150,7 +150,7 @@ def _staged(values: torch.Tensor, ring: PinnedRing | None) -> Iterator[torch.Ten
     if ring is None:
         yield values
         return
-    bits = values.contiguous().view(torch.int32 if values.dtype.itemsize == 4 else torch.int16).numpy()
+    bits = values.contiguous().view(torch.uint8).numpy().view(BITS[values.dtype.itemsize])
     yield ring.fill(bits, values.dtype)
     ring.queued()
 

@@ -47,7 +47,7 @@ class AdapterSteps:
         self._shrunk = ShrunkRows()
         # Segments of the tokens that were grouped last: steady steps group the same ones, the head those of the layers.
         self._last_segments: tuple[tuple[int, bytes], AdapterSegments] | None = None
-        self._last_row_slots: tuple[bytes, torch.Tensor] | None = None  # likewise, of steps whose adapters replace rows
+        self._last_there: tuple[bytes, torch.Tensor] | None = None  # slots of tokens that went to the device last
         # Key: the table's version and the slots. Most steps have the slots of the step before.
         self._needs: tuple[tuple[int, bytes], ModuleNeeds] | None = None
 
@@ -127,10 +127,8 @@ class AdapterSteps:
         if len(slots) == 0:
             return None
         alone = np.where(host_slots < self._num_slots, host_slots, -1).astype(np.int32)
-        key = alone.tobytes()
-        if self._last_row_slots is None or self._last_row_slots[0] != key:
-            self._last_row_slots = key, upload(alone, self._device)
-        return RowStep(self._table.rows, self._last_row_slots[1], self._segments(alone), slots.tolist())
+        segments = self._segments(alone)
+        return RowStep(self._table.rows, self._there(alone), segments, slots.tolist())
 
     def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32], further: FurtherColumns | None) -> LoraStep:
         # The rows of experts have the first adapter of their tokens: an adapter on experts is not combined, or scaled.
@@ -154,9 +152,15 @@ class AdapterSteps:
         key = num_slots, token_slots.tobytes()
         if self._last_segments is None or self._last_segments[0] != key:
             num_groups = len(np.unique(token_slots[(token_slots >= 0) & (token_slots < num_slots)]))
-            segments = adapter_segments(upload(token_slots, self._device), num_slots, num_groups=num_groups)
+            segments = adapter_segments(self._there(token_slots), num_slots, num_groups=num_groups)
             self._last_segments = key, segments
         return self._last_segments[1]
+
+    def _there(self, token_slots: npt.NDArray[np.int32]) -> torch.Tensor:
+        key = token_slots.tobytes()
+        if self._last_there is None or self._last_there[0] != key:
+            self._last_there = key, upload(token_slots, self._device)
+        return self._last_there[1]
 
     def _rotations(self, token_slots: npt.NDArray[np.int32]) -> list[tuple[RotaryTables, torch.Tensor]]:
         if not self._table.rotations:

@@ -19,7 +19,6 @@ from data_plane.engine.rows import Int64Array, Rows
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import Int32Array
 from kernels.buckets import bucket
-from kernels.groups import places_within
 from kernels.paged_attention import RowBatch
 from kernels.row_state import DecodeInputs, decode_inputs
 
@@ -84,7 +83,7 @@ class DecodeSteps:
         they are.
         """
         rows = self._rows
-        ahead = np.zeros(len(decoding), dtype=np.int64) if drafts is None else places_within(drafts.counts + 1)
+        ahead = np.zeros(len(decoding), dtype=np.int64) if drafts is None else drafts.ahead
         token_rows = decoding if drafts is None else np.repeat(decoding, drafts.counts + 1)
         positions = rows.num_computed[token_rows] + ahead
         check_room(rows, token_rows, positions + 1)
@@ -98,7 +97,7 @@ class DecodeSteps:
             # Passes with drafts have many sizes, each of which would hold up the requests.
             key = self._graphs.find(len(token_rows), token_slots, may_record=drafts is None)
         if drafts is not None:
-            return self._run_drafts(decoding, drafts, key, token_slots, further, int(positions.max()) + 1)
+            return self._run_drafts(token_rows, drafts, key, token_slots, further, int(positions.max()) + 1)
         if key is not None and self._graphs is not None:
             logits, completion_index, row_ids = self._graphs.run(key, decoding, token_slots)
         else:
@@ -111,15 +110,14 @@ class DecodeSteps:
 
     def _run_drafts(
         self,
-        decoding: Int64Array,
+        token_rows: Int64Array,
         drafts: Drafts,
         key: GraphKey | None,
         token_slots: Int32Array,
         further: FurtherColumns | None,
         longest: int,
     ) -> Decoded:
-        of_rows = token_slots[np.cumsum(drafts.counts + 1) - drafts.counts - 1]
-        row_ids, there = self._device_rows.with_drafts(decoding, drafts.counts, drafts.token_ids, of_rows)
+        row_ids, there = self._device_rows.with_drafts(token_rows, drafts.ahead, drafts.pass_ids, token_slots)
         if key is not None and self._graphs is not None:
             logits, completion_index = self._graphs.run_drafts(key, row_ids, there)
         else:

@@ -12,10 +12,7 @@ import torch
 from data_plane.engine.rows import Int64Array, Rows
 from data_plane.plan import Int32Array
 from kernels.devices import upload, upload_all
-from kernels.groups import places_within
 from kernels.row_state import DecodeInputs, DraftTokens, RowState, decode_inputs, store_differences, store_tokens
-
-_UNKNOWN = -2  # no slot has this number
 
 
 class DeviceRows:
@@ -40,7 +37,7 @@ class DeviceRows:
         # What the device has of each row: of which row by this number, its computed tokens, its slot and its blocks.
         self._begun = np.full(max_rows, -1, dtype=np.int64)
         self._num_computed = np.zeros(max_rows, dtype=np.int64)
-        self._slots = np.full(max_rows, _UNKNOWN, dtype=np.int32)
+        self._slots = np.zeros(max_rows, dtype=np.int32)
         self._num_blocks = np.zeros(max_rows, dtype=np.int64)
         self._no_drafts = [torch.full((max_rows,), -1, dtype=torch.int32, device=device) for _ in range(2)]
         self._row_ids: tuple[bytes, torch.Tensor] = (b"", torch.zeros(0, dtype=torch.int32, device=device))
@@ -71,18 +68,16 @@ class DeviceRows:
         return row_ids
 
     def with_drafts(
-        self, decoding: Int64Array, counts: Int64Array, draft_ids: Int64Array, slots: Int32Array
+        self, token_rows: Int64Array, ahead: Int64Array, token_ids: Int64Array, slots: Int32Array
     ) -> tuple[torch.Tensor, DraftTokens]:
         """The row of each token of a pass with drafts, int32 [n] on the device, and the drafts, for `decode_inputs`.
 
-        `counts` [rows] are the rows' drafts, `draft_ids` their ids, `slots` [rows] those of the rows' adapters. What
-        the device lacks of the rows is there then. Its copy is not advanced.
+        Of each token [n]: its row, how many tokens of the row come before it, its id where it is a draft, and the slot
+        of its adapter. What the device lacks of the rows is there then. Its copy is not advanced.
         """
-        places, values = self._differences(decoding, slots)
-        ahead = places_within(counts + 1)
-        token_ids = np.zeros(len(ahead), dtype=np.int64)
-        token_ids[ahead > 0] = draft_ids
-        arrays = np.repeat(decoding, counts + 1), ahead, token_ids, np.concatenate([places, values])
+        is_first = ahead == 0
+        places, values = self._differences(token_rows[is_first], slots[is_first])
+        arrays = token_rows, ahead, token_ids, np.concatenate([places, values])
         row_ids, *drafts, differences = upload_all(self._device, *(array.astype(np.int32) for array in arrays))
         if len(places):
             store_differences(self._whole, differences)
@@ -138,7 +133,6 @@ class DeviceRows:
         self._begun[new] = rows.begun[new]
         self._num_computed[decoding] = computed
         self._num_blocks[decoding] = rows.num_row_blocks[decoding]
-        self._slots[new] = _UNKNOWN
         places = [moved, self._prompt_at + new, self._tables_at + owners * self._width + columns]
         values = [rows.num_computed[moved], rows.num_prompt[new], rows.block_table[owners, columns].astype(np.int64)]
         if slots is not None:

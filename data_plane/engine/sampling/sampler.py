@@ -32,10 +32,10 @@ from kernels.sampling import (
 
 # Token ids and what is added to their logits; -inf bans.
 _Biases = tuple[Int64Array, Float32Array]
+_NO_BIASES: _Biases = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32))
 # Sets of rows whose settings stay on the device: those of a step, by the size of their vocabularies, and of passes with
 # drafts.
 _MOST_SETS = 64
-_NO_BIASES: _Biases = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from data_plane.engine.steps_under_way import StepUnderWay
 from data_plane.plan import Int32Array, NewRow, StepOutput, StepPlan
 from data_plane.spans import span
 from kernels.devices import upload
-from kernels.groups import places_within
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +292,7 @@ class Speculation:
         num_tried = drafts.counts.copy()
         is_free = self._passes.are_free(decoding)
         num_accepted = np.zeros(len(decoding), dtype=np.int64)
-        starts = np.cumsum(drafts.counts + 1) - drafts.counts - 1  # of each row's tokens in the pass
+        starts = drafts.starts
         if is_free.any():
             free = np.flatnonzero(is_free)
             num_accepted[free] = self._verify_at_once(decoding[free], drafts.of(free), starts[free], logits)
@@ -325,13 +324,11 @@ class Speculation:
     def _verify_at_once(self, rows: Int64Array, drafts: Drafts, starts: Int64Array, logits: torch.Tensor) -> Int64Array:
         """Sample every position of these rows, whose tokens begin at `starts` [n] in the pass, and keep the tokens up
         to the first that is not its draft. How many drafts of each were right."""
-        counts = drafts.counts + 1
-        ahead = places_within(counts)
+        counts, ahead, begins = drafts.counts + 1, drafts.ahead, drafts.starts
         drawn = self._passes.draw(np.repeat(rows, counts), ahead, logits, np.repeat(starts, counts) + ahead)
         has_draft = ahead < np.repeat(drafts.counts, counts)
         is_wrong = ~has_draft
         is_wrong[has_draft] = (drawn.token_ids[has_draft] != drafts.token_ids) | ~drawn.is_finite[has_draft]
-        begins = np.cumsum(counts) - counts
         num_right: Int64Array = np.minimum.reduceat(np.where(is_wrong, ahead, len(ahead)), begins)
         self._passes.keep(drawn, rows, num_right + 1, begins + num_right)
         for row, begin, count in zip(rows.tolist(), begins.tolist(), (num_right + 1).tolist(), strict=True):
