@@ -109,8 +109,11 @@ def test_a_watch_reports_changes_and_goes_on_behind_its_token(client: motet.Clie
     assert next(again).kind is AdapterEventKind.UPDATED
 
 
-async def test_the_asyncio_client_watches_too(system: System) -> None:
+async def test_the_asyncio_client_watches_too(system: System, checkpoint: Path, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "watched", checkpoint, rank=4, alpha=8, targets=["q_proj"], seed=7)
     async with motet.AsyncClient(system.address) as client:
+        await client.adapters.register("watched", directory)
+        await client.adapters.load("watched")
         watch = client.adapters.watch(with_residency=True, timeout_s=60.0)
         kinds = set()
         async for event in watch:

@@ -6,13 +6,16 @@ Google's and Azure's are those of cloud_servers.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import boto3  # type: ignore[import-untyped]  # ships no annotations
 import pytest
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
 
 from control_plane.registry.store.bucket import Bucket, memory_store, open_bucket
 from control_plane.registry.store.directory_store import DirectoryStore
@@ -36,14 +39,29 @@ class NoFence:
     def check(self) -> None: ...
 
 
+class _OneRequestAtATime:
+    """moto as a WSGI application whose conditional writes are atomic, as those of S3 are.
+
+    moto compares the tag and writes the object in two steps: of two writers with the same tag, both could win.
+    """
+
+    def __init__(self) -> None:
+        self._application = DomainDispatcherApplication(create_backend_app)
+        self._lock = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        with self._lock:
+            return self._application(environ, start_response)
+
+
 @contextmanager
 def s3_server() -> Iterator[str]:
     """The URL of a new bucket, which the environment leads to."""
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
+    server = make_server("127.0.0.1", 0, _OneRequestAtATime(), threaded=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     try:
-        host, port = server.get_host_and_port()
-        endpoint = f"http://{host}:{port}"
+        endpoint = f"http://127.0.0.1:{server.server_port}"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("AWS_ACCESS_KEY_ID", "key")
             patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -57,7 +75,9 @@ def s3_server() -> Iterator[str]:
             client.close()
             yield f"s3://{name}/adapters-of-tests"
     finally:
-        server.stop()
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @contextmanager
