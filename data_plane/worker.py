@@ -117,7 +117,7 @@ def run_worker(
     open_channel: ChannelFactory | None = None,
     record: Record = lambda: contextlib.nullcontext([]),
 ) -> int:
-    """Attach `engine` until SIGTERM, SIGINT, a Drain message or a refusal; the process exit code. Main thread only.
+    """Attach `engine` until SIGTERM, SIGINT or a refusal; the process exit code. Main thread only.
 
     `record` opens the recording of the engine's native runs, for config.profile. Raises ConfigError if
     config.worker_metrics_listen cannot be used.

@@ -38,12 +38,11 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., slot_state: _Optional[_Union[SlotState, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "step_plan", "load_adapter", "evict_adapter", "drain", "ping", "put_grammar", "put_vocabulary", "forget_constraints")
+    __slots__ = ("welcome", "step_plan", "load_adapter", "evict_adapter", "ping", "put_grammar", "put_vocabulary", "forget_constraints")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_PLAN_FIELD_NUMBER: _ClassVar[int]
     LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     EVICT_ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     PUT_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     PUT_VOCABULARY_FIELD_NUMBER: _ClassVar[int]
@@ -52,12 +51,11 @@ class AttachResponse(_message.Message):
     step_plan: StepPlan
     load_adapter: LoadAdapter
     evict_adapter: EvictAdapter
-    drain: Drain
     ping: Ping
     put_grammar: PutGrammar
     put_vocabulary: PutVocabulary
     forget_constraints: ForgetConstraints
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step_plan: _Optional[_Union[StepPlan, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., evict_adapter: _Optional[_Union[EvictAdapter, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., put_grammar: _Optional[_Union[PutGrammar, _Mapping]] = ..., put_vocabulary: _Optional[_Union[PutVocabulary, _Mapping]] = ..., forget_constraints: _Optional[_Union[ForgetConstraints, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step_plan: _Optional[_Union[StepPlan, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., evict_adapter: _Optional[_Union[EvictAdapter, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., put_grammar: _Optional[_Union[PutGrammar, _Mapping]] = ..., put_vocabulary: _Optional[_Union[PutVocabulary, _Mapping]] = ..., forget_constraints: _Optional[_Union[ForgetConstraints, _Mapping]] = ...) -> None: ...
 
 class PutVocabulary(_message.Message):
     __slots__ = ("digest", "tokenizer", "num_tokens", "end_token_ids")
@@ -468,12 +466,6 @@ class Pong(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
-
-class Drain(_message.Message):
-    __slots__ = ("reason",)
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason",)

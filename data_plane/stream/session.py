@@ -123,10 +123,6 @@ class Session:
                     self._results.raise_failure()
                     continue
                 kind = item.WhichOneof("message")
-                if kind == "drain":
-                    logger.info("stopped by the control plane epoch=%d: %s", self.epoch, item.drain.reason)
-                    self._close("the control plane stopped the worker")
-                    return None
                 step_id = item.step_plan.step_id if kind == "step_plan" else 0
                 self._handle(kind, item)
             except StepFailed as failed:

@@ -315,18 +315,6 @@ async def test_a_silent_control_plane_is_left_after_its_time() -> None:
     assert worker.engine.num_resets == 2
 
 
-async def test_the_control_plane_stops_the_worker() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.welcome(1)
-        await peer.send(step_plan=plan(1, 1, **one_row()))
-        await peer.send(drain=plan_pb2.Drain(reason="maintenance"))
-        await peer.receive("step_result")
-        assert (await peer.receive("leave")).leave.reason == "the control plane stopped the worker"
-
-    worker = await play(script)
-    assert worker.exit_code == 0
-
-
 async def test_a_worker_that_is_stopped_says_so_before_it_closes_its_side() -> None:
     workers: list[PlanClient] = []
 

@@ -34,13 +34,13 @@ def open_stream(messages: Iterator[plan_pb2.AttachResponse]) -> tuple[PlanStream
 
 def test_reader_that_fails_for_any_reason_ends_the_session() -> None:
     def broken_stream() -> Iterator[plan_pb2.AttachResponse]:
-        yield plan_pb2.AttachResponse(drain=plan_pb2.Drain())
+        yield plan_pb2.AttachResponse(evict_adapter=plan_pb2.EvictAdapter())
         raise RuntimeError("no message of ours")
 
     stream, inbox, _ = open_stream(broken_stream())
     stream.read()
     first, ended = inbox.get_nowait(), inbox.get_nowait()
-    assert isinstance(first, plan_pb2.AttachResponse) and first.WhichOneof("message") == "drain"
+    assert isinstance(first, plan_pb2.AttachResponse) and first.WhichOneof("message") == "evict_adapter"
     assert isinstance(ended, Ended) and "no message of ours" in ended.reason
     assert stream.ended is ended
 
