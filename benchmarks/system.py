@@ -14,10 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Protocol, Self
 
 from contract.ready_lines import CONTROL_PLANE_READY, WORKER_READY
 
@@ -28,26 +28,54 @@ class StartFailed(Exception):
     """A process did not get ready; the message ends with its log."""
 
 
+class Process(Protocol):
+    """What is used of subprocess.Popen."""
+
+    pid: int
+    stdout: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+# Starts the interpreter: its arguments, its whole environment, the file for its stderr.
+Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Process]
+
+
+def start_python(arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Process:
+    """A new interpreter."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+    )
+
+
 class Child:
     """One Python process: its stdout is watched for lines, its stderr goes to a log file."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], log_path: Path, *, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log_path: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        start: Start = start_python,
     ) -> None:
         """Start the interpreter with these arguments; `environment` is added to this process's own."""
         self.name = name
         self._log_path = log_path
         path = os.pathsep.join([str(ROOT), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environment or {})}
         with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
+            self._process = start(arguments, whole, log)
         # None: the process closed its stdout.
         self._lines: queue.Queue[str | None] = queue.Queue()
         assert self._process.stdout is not None
@@ -130,9 +158,10 @@ class System:
         control_command: Sequence[str] = ("-m", "control_plane"),
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 120.0,
+        start: Start = start_python,
     ) -> None:
         """`control_command` follows the interpreter. `timeout_s` is the time that each process has to get ready;
-        `environment` is added to this process's own."""
+        `environment` is added to this process's own. `start` starts each process."""
         self.model_dir = model_dir
         self.work_dir = work_dir
         self.control_plane: Child
@@ -144,6 +173,7 @@ class System:
         self._control_command = list(control_command)
         self._environment = dict(environment or {})
         self._timeout_s = timeout_s
+        self._start = start
 
     def __enter__(self) -> Self:
         try:
@@ -210,4 +240,5 @@ class System:
             self.exit_codes["control plane"] = self.control_plane.stop()
 
     def _child(self, name: str, arguments: Sequence[str]) -> Child:
-        return Child(name, arguments, self.work_dir / "logs" / f"{name}.log", environment=self._environment)
+        log_path = self.work_dir / "logs" / f"{name}.log"
+        return Child(name, arguments, log_path, environment=self._environment, start=self._start)

@@ -16,6 +16,7 @@ from motet import Adapter, AdapterVersion, Client
 
 from benchmarks.system import ROOT, Child, System as Processes
 from tests.secret_scan import ENVIRONMENT, SCAN, plant_redis_passwords
+from tests.warm_starts.processes import start_warm
 
 __all__ = ["ROOT", "System", "active_version", "wait_until"]
 
@@ -40,6 +41,7 @@ class System(Processes):
             control_flags=control_flags,
             control_command=control_command,
             environment={"OMP_NUM_THREADS": "1", **ENVIRONMENT},
+            start=start_warm,
         )
         self._clients: list[Client] = []
 
