@@ -70,7 +70,8 @@ class _Completion:
         self.num_tokens += len(token_ids)
         if logprobs:
             logprobs = logprobs[: len(token_ids)]
-            self.sum_logprobs += sum(entry.logprob for entry in logprobs)
+            for entry in logprobs:  # one by one: the sum's last bits do not depend on how tokens were gathered
+                self.sum_logprobs += entry.logprob
         if event.score is not None:
             self.score = event.score
         if stop_string is not None:

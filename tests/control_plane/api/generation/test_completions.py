@@ -115,6 +115,20 @@ async def test_best_of_ranks_by_mean_log_probability_and_returns_nothing_before(
     assert not best[2].HasField("cumulative_logprob") and not responses[0].started.sampling.HasField("logprobs")
 
 
+async def test_equal_samples_are_ranked_by_index_however_their_tokens_were_gathered(api: Api) -> None:
+    """How many tokens come at once is a matter of time and of drafts, which must not decide between samples."""
+    script(
+        api,
+        scored(0, [5], [-0.1]),
+        scored(0, [6], [-0.2]),
+        scored(0, [7], [-0.3], LENGTH),
+        scored(1, [5], [-0.1]),
+        scored(1, [6, 7], [-0.2, -0.3], LENGTH),
+    )
+    responses = await generate(api, request(decoding={"best_of": 2}, sampling={"temperature": 1, "seed": 5}))
+    assert of_index(responses, 0)[2].seed == 5
+
+
 async def test_best_of_returns_requested_log_probabilities(api: Api) -> None:
     script(api, scored(0, [5], [-2.0], LENGTH), scored(1, [6, 7], [-1.0, -0.5], LENGTH))
     responses = await generate(api, request(decoding={"best_of": 2}, sampling={"logprobs": 0}))
