@@ -21,7 +21,10 @@ class SocketChild:
 
     @classmethod
     async def start(cls, module: str, environment: Mapping[str, str] | None = None) -> Self:
-        """Run a module of this installation, with these variables beside the usual ones. Raises OSError."""
+        """Run a module of this installation, with these variables beside the usual ones. Raises OSError.
+
+        A cancelled start kills the child.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -32,7 +35,11 @@ class SocketChild:
             except OSError:
                 ours.close()
                 raise
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            process.kill()
+            raise
         return cls(process, reader, writer)
 
     async def end(self, *, is_running: bool = True) -> int:

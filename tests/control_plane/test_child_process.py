@@ -8,10 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import uvloop
 
 from control_plane.child_process import ChildProcess, module_command
+from control_plane.framed_child.child import SocketChild
 from control_plane.host_cache.embedded import EmbeddedRedis
 
 
@@ -68,3 +70,18 @@ async def test_killed_child_is_reported_by_its_signal() -> None:
 async def test_program_that_cannot_be_run_is_an_error() -> None:
     with pytest.raises(OSError):
         ChildProcess(["/no/such/program"])
+
+
+async def test_a_child_whose_start_is_cancelled_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """It would read the end of its input in place of what to do, and write a traceback to the server's log."""
+    before = set(psutil.Process().children())
+    start = asyncio.create_task(SocketChild.start("control_plane.constraints.compile_process"))
+    await asyncio.sleep(0)
+    (child,) = set(psutil.Process().children()) - before
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    async with asyncio.timeout(30):
+        while child.is_running():
+            await asyncio.sleep(0.01)
+    assert capfd.readouterr().err == ""
