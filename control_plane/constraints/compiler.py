@@ -49,7 +49,8 @@ class ConstraintCompiler:
     def __init__(self, limits: CompileLimits = CompileLimits()) -> None:
         self._limits = limits
         self._children: OrderedDict[str, FramedChild] = OrderedDict()  # by the digest of the vocabulary, last used last
-        self._kept: OrderedDict[str, Constraint | str] = OrderedDict()  # by digest; a text says what is wrong
+        # By digest, of a constraint or of a vocabulary that cannot be used; a text says what is wrong.
+        self._kept: OrderedDict[str, Constraint | str] = OrderedDict()
         self._turns = Turns(MAX_WAITING)  # one constraint at a time
         self._is_closed = False
 
@@ -60,6 +61,8 @@ class ConstraintCompiler:
         """
         request = json.dumps({"kind": kind, "value": value}).encode()
         digest = hashlib.sha256(vocabulary.digest.encode() + request).hexdigest()
+        if vocabulary.digest in self._kept:
+            return self._use(vocabulary.digest)
         if digest not in self._kept:
             async with self._turns.turn(tenant):
                 if digest not in self._kept:
@@ -145,6 +148,8 @@ class ConstraintCompiler:
             raise
         if not is_ready:
             await child.end()
-            raise ConstraintRefused(f"cannot be used with the tokenizer of this model: {text}")
+            reason = f"cannot be used with the tokenizer of this model: {text}"
+            self._kept[vocabulary.digest] = reason
+            raise ConstraintRefused(reason)
         self._children[vocabulary.digest] = child
         return child

@@ -14,6 +14,7 @@ from contract.sampling import MAX_TOKENIZER_BYTES
 from control_plane.api.text.codec import TextCodec
 from control_plane.checks import Violations, refuse
 from control_plane.constraints.compiler import ConstraintCompiler, ConstraintRefused
+from control_plane.constraints.known_tokens import without_unknown_tokens
 from control_plane.errors import InvalidRequest
 from control_plane.scheduler.types import Constraint, Vocabulary
 
@@ -110,6 +111,7 @@ def _ends_of(end_token_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 
 
 def _vocabulary(text: str, ends: tuple[int, ...], num_tokens: int) -> Vocabulary:
+    text = without_unknown_tokens(text, num_tokens)
     digest = hashlib.sha256(f"{num_tokens} {ends} {text}".encode()).hexdigest()
     return Vocabulary(digest, text, num_tokens, ends)
 

@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from control_plane.constraints.compiler import MAX_WAITING, CompileLimits, ConstraintCompiler, ConstraintRefused
 from control_plane.errors import QueueFull, ShuttingDown, Unavailable
+from control_plane.framed_child.child import FramedChild
 from control_plane.scheduler.types import Vocabulary
 
 COSTLY = [f"{number:x}" * 40 for number in range(1024)]  # takes milliseconds
@@ -39,6 +41,18 @@ async def test_a_refusal_is_kept_with_its_reason(compiler: ConstraintCompiler, v
     pids = compiler.child_pids()
     await compiler.compile("regex", "ab", vocabulary)
     assert compiler.child_pids() == pids
+
+
+async def test_a_vocabulary_that_cannot_be_used_is_tried_once(
+    compiler: ConstraintCompiler, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unusable = replace(vocabulary, digest="other", num_tokens=8)
+    with pytest.raises(ConstraintRefused, match="cannot be used with the tokenizer of this model"):
+        await compiler.compile("regex", "a", unusable)
+    monkeypatch.setattr(FramedChild, "start", None)
+    with pytest.raises(ConstraintRefused, match="cannot be used with the tokenizer of this model"):
+        await compiler.compile("regex", "b", unusable)
+    assert compiler.child_pids() == []
 
 
 async def test_a_constraint_that_takes_too_much_is_refused_and_not_tried_again(vocabulary: Vocabulary) -> None:
