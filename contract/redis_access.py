@@ -6,10 +6,11 @@ redis: `options()` are keyword arguments of its `from_url`.
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import parse_qsl, quote, unquote
 
 from contract.redaction import has_password, redacted_url, split_url
 from contract.settings.flags import flag_of, optional_path, setting
@@ -53,9 +54,18 @@ class RedisTls:
             path: Path | None = getattr(self, name)
             if path is not None and not path.is_file():
                 return f"{flag_of(RedisTls, name)}: {path} is not a file"
+            if path is not None and (mistake := _find_unreadable(path)) is not None:
+                return f"{flag_of(RedisTls, name)}: {path} {mistake}"
         if (self.cert is None) is not (self.key is None):
             missing = flag_of(RedisTls, "key" if self.key is None else "cert")
             return f"{missing}: is missing; a certificate needs its key"
+        for name in ("ca", "cert"):
+            path = getattr(self, name)
+            if path is not None and not _has_certificates(path):
+                return f"{flag_of(RedisTls, name)}: {path} has no complete certificates in PEM"
+        if self.cert is not None and self.key is not None:
+            mistake = _find_wrong_key(self.cert, self.key)
+            return None if mistake is None else f"{flag_of(RedisTls, 'key')}: {self.key} {mistake}"
         return None
 
 
@@ -103,10 +113,54 @@ class RedisAccess:
 def find_url_mistake(url: str) -> str | None:
     """Why a URL cannot be used, without repeating it; None if it can."""
     try:
-        scheme = split_url(url).scheme
+        parts = split_url(url)
     except ValueError as error:
         return str(error)
-    return None if scheme in SCHEMES else "must begin with redis://, rediss:// or unix://"
+    if parts.scheme not in SCHEMES:
+        return "must begin with redis://, rediss:// or unix://"
+    # redis-py takes options of the URL before arguments: ?ssl_cert_reqs=none would accept any server.
+    if parts.scheme == "rediss" and any(name.startswith("ssl") for name, _ in parse_qsl(parts.query, True)):
+        return (
+            "has an option of TLS (ssl...); remove it: the server's certificate and its host name are always checked, "
+            "and --redis-tls-ca, --redis-tls-cert and --redis-tls-key name the files"
+        )
+    return None
+
+
+def _find_unreadable(path: Path) -> str | None:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
+def _has_certificates(path: Path) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError:
+        return False
+    return True
+
+
+def _find_wrong_key(cert: Path, key: Path) -> str | None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, _refuse_password)
+    except _EncryptedError:
+        return "is encrypted; give a key without a password"
+    except ssl.SSLError as error:
+        is_other = error.reason == "KEY_VALUES_MISMATCH"
+        return f"does not belong to {flag_of(RedisTls, 'cert')}" if is_other else "has no complete private key in PEM"
+    return None
+
+
+def _refuse_password() -> str:
+    """Called for a key that is encrypted. Without it OpenSSL would wait for a password at the terminal."""
+    raise _EncryptedError
+
+
+class _EncryptedError(Exception):
+    pass
 
 
 class PasswordUnreadable(OSError):

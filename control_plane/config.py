@@ -350,11 +350,11 @@ class ServerConfig:
                 raise ConfigError(f"{_flag_of(name)}: {mistake}")
             if self.host_cache == "memory":
                 raise ConfigError(f"{_flag_of(name)}: needs --host-cache redis")
-        if (mistake := self.redis_tls.find_mistake()) is not None:
-            raise ConfigError(mistake)
         urls = (self.redis_url or "", self.worker_redis_url or "")
         if self.redis_tls != RedisTls() and not any(url.startswith("rediss://") for url in urls):
             raise ConfigError("--redis-tls-ca, -cert and -key: need a --redis-url that begins with rediss://")
+        if (mistake := self.redis_tls.find_mistake()) is not None:
+            raise ConfigError(mistake)
 
     def _check_password_file(self, name: str, path: Path) -> None:
         flag = _flag_of(name.removesuffix("url") + "password_file")

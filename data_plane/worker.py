@@ -19,7 +19,7 @@ from contract.model_dir import why_no_checkpoint
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import worker_ready
 from contract.redaction import redacted
-from contract.redis_access import RedisAccess, RedisTls
+from contract.redis_access import RedisAccess, RedisTls, find_url_mistake
 from contract.settings.addresses import is_loopback
 from contract.v1 import plan_pb2
 from contract.v1.plan_pb2_grpc import WorkerServiceStub
@@ -244,6 +244,8 @@ def host_cache_access(config: WorkerConfig, welcome: plan_pb2.Welcome) -> tuple[
     url = config.worker_redis_url or welcome.host_cache_url
     if not url:
         return None, ""
+    if (mistake := find_url_mistake(url)) is not None:
+        return None, f"the URL of the host cache {mistake}"
     access = RedisAccess(url=url, password_file=config.worker_redis_password_file, tls=config.redis_tls)
     if welcome.host_cache_needs_password and not access.has_password:
         return None, (

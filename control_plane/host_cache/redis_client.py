@@ -31,7 +31,7 @@ def check_access(access: RedisAccess) -> None:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         raise ValueError(
             f"has an option that redis-py does not know: {found[1] if found else error}; remove it, or give it the "
-            "name that redis-py has for it, such as ssl_ca_certs or ssl_cert_reqs"
+            "name that redis-py has for it, such as socket_keepalive or client_name"
         ) from error
     except redis.RedisError as error:
         raise ValueError(redacted(str(error))) from error

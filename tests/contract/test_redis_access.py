@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from cryptography.hazmat.primitives import serialization
 
 from contract.redis_access import (
     MAX_PASSWORD_BYTES,
@@ -15,6 +16,7 @@ from contract.redis_access import (
     find_url_mistake,
     read_password,
 )
+from tests.fakes.authority import Authority
 
 
 @pytest.fixture
@@ -74,15 +76,42 @@ def test_certificates_and_host_names_are_always_checked(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_used_are_named_by_flag(tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    file.touch()
-    assert RedisTls(ca=file, cert=file, key=file).find_mistake() is None
+    authority = Authority()
+    ca, (cert, key) = authority.write(tmp_path), authority.issue("own.example").write(tmp_path)
+    _, other_key = authority.issue("other.example").write(tmp_path, "other")
+    assert RedisTls(ca=ca, cert=cert, key=key).find_mistake() is None
     assert RedisTls(ca=tmp_path).find_mistake() == f"--redis-tls-ca: {tmp_path} is not a file"
-    assert (RedisTls(cert=file).find_mistake() or "").startswith("--redis-tls-key: is missing")
-    assert (RedisTls(key=file).find_mistake() or "").startswith("--redis-tls-cert: is missing")
+    assert (RedisTls(cert=cert).find_mistake() or "").startswith("--redis-tls-key: is missing")
+    assert (RedisTls(key=key).find_mistake() or "").startswith("--redis-tls-cert: is missing")
+    assert RedisTls(ca=key).find_mistake() == f"--redis-tls-ca: {key} has no complete certificates in PEM"
+    mistake = RedisTls(cert=key, key=key).find_mistake()
+    assert mistake == f"--redis-tls-cert: {key} has no complete certificates in PEM"
+    mistake = RedisTls(cert=cert, key=other_key).find_mistake()
+    assert mistake == f"--redis-tls-key: {other_key} does not belong to --redis-tls-cert"
+    mistake = RedisTls(cert=cert, key=cert).find_mistake()
+    assert mistake == f"--redis-tls-key: {cert} has no complete private key in PEM"
+
+
+def test_an_encrypted_key_is_refused_and_no_password_is_read_from_the_terminal(tmp_path: Path) -> None:
+    cert, key = Authority().issue("own.example").write(tmp_path)
+    whole = serialization.load_pem_private_key(key.read_bytes(), None)
+    encryption = serialization.BestAvailableEncryption(b"planted")
+    key.write_bytes(whole.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption))
+    mistake = RedisTls(cert=cert, key=key).find_mistake()
+    assert mistake == f"--redis-tls-key: {key} is encrypted; give a key without a password"
 
 
 def test_a_url_of_another_kind_is_refused() -> None:
     assert find_url_mistake("unix:///s") is None
     assert "must begin with redis://" in (find_url_mistake("http://h") or "")
     assert "cannot be read" in (find_url_mistake("redis://:a/b@h") or "")
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["ssl_cert_reqs=none", "ssl_check_hostname=false", "ssl_ca_certs=/ca", "db=1&%73sl_cert_reqs=none"],
+)
+def test_an_option_of_the_url_cannot_change_how_the_server_is_checked(option: str) -> None:
+    """redis-py takes options of the URL before arguments."""
+    assert "has an option of TLS" in (find_url_mistake(f"rediss://host:6380/0?{option}") or "")
+    assert find_url_mistake("rediss://host:6380/0?socket_keepalive=1") is None

@@ -32,6 +32,7 @@ from data_plane.worker import (
     settle,
     source_factory,
 )
+from tests.fakes.authority import Authority
 from tests.fakes.fleet_rig import FINGERPRINT, GrpcRig, expected, make_request, read_all
 
 ROOT = Path(__file__).parents[2]
@@ -146,11 +147,12 @@ def test_only_a_control_plane_of_this_machine_may_name_files(tmp_path: Path, add
 
 
 def test_a_worker_with_certificates_for_redis_reads_none_without_tls(tmp_path: Path) -> None:
-    ca = tmp_path / "ca.pem"
-    ca.touch()
+    ca = Authority().write(tmp_path)
     config = worker_config(tmp_path, redis_tls=RedisTls(ca=ca))
     access, reason = host_cache_access(config, welcome("redis://motet-worker@host"))
     assert access is None and "is not one of rediss://" in reason
+    access, reason = host_cache_access(config, welcome("rediss://motet-worker@host?ssl_cert_reqs=none"))
+    assert access is None and reason.startswith("the URL of the host cache has an option of TLS")
     access, _ = host_cache_access(config, welcome("rediss://motet-worker@host"))
     assert access is not None and access.options()["ssl_ca_certs"] == str(ca)
 
