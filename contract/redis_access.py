@@ -1,22 +1,33 @@
-"""How a process reaches Redis: the URL, a file with the password, files for TLS. Both sides connect by it.
+"""How a process reaches Redis: the URL, a file with the password, files for TLS; and what errors of Redis mean.
 
-The password's file is read at every new connection: a password that was changed needs no restart. Does not import
-redis: `options()` are keyword arguments of its `from_url`.
+Both sides connect by it. The password's file is read at every new connection: a password that was changed needs no
+restart. Imports redis-py only to read its errors: `options()` are keyword arguments of its `from_url`.
 """
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
-from contract.redaction import has_password, redacted_url, split_url
+from contract.redaction import has_password, redacted, redacted_url, split_url
 from contract.settings.flags import flag_of, optional_path, setting
 
 SCHEMES = ("redis", "rediss", "unix")
 MAX_PASSWORD_BYTES = 4096
+_ARGUMENTS = re.compile(r",? with args beginning with:.*", re.DOTALL)
+# What OpenSSL calls it when the other end refuses or does not speak TLS, by the end of the name.
+_TLS_REASONS = {
+    "CERTIFICATE_REQUIRED": "Redis wants a certificate of this side; give --redis-tls-cert",
+    "UNKNOWN_CA": "Redis does not trust the authority of --redis-tls-cert",
+    "ALERT_CERTIFICATE_EXPIRED": "Redis refuses --redis-tls-cert, which has expired",
+    "WRONG_VERSION_NUMBER": "the server there does not speak TLS",
+}
+# X509_V_ERR_...: a certificate is self-signed, one of its chain is, its issuer is not at hand.
+_FOREIGN_AUTHORITY = (18, 19, 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,3 +207,45 @@ def read_password(path: Path) -> str:
     if not password or "\n" in password:
         raise PasswordUnreadable(f"{path} must have one line with the password")
     return password
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of redis-py means, for people who may see no address: the log has the error itself."""
+    import redis
+
+    if "HELLO must be called with the client already authenticated" in str(error):
+        return "Redis refuses: it wants a password"
+    if isinstance(error, PasswordUnreadable):
+        return "the file with the password of Redis cannot be read"
+    if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
+        return f"Redis refuses: {without_arguments(error)}"
+    if isinstance(error, redis.InvalidResponse):
+        return "the server there is not a Redis"
+    if isinstance(error, (TimeoutError, redis.TimeoutError)):
+        return "Redis does not respond in time"
+    cause = error.__cause__ or error.__context__
+    for found in (error, cause):
+        if isinstance(found, ssl.SSLError):
+            return f"TLS fails: {_tls_reason(found)}"
+        if isinstance(found, OSError) and found.strerror:
+            return f"Redis cannot be reached: {found.strerror}"
+    if isinstance(error, redis.ConnectionError):
+        return "Redis cannot be reached, or closes the connection"
+    return f"unexpected {type(error).__name__}"
+
+
+def without_arguments(error: BaseException) -> str:
+    """What Redis says, without the arguments of the command, which it repeats: a password may be among them."""
+    return redacted(_ARGUMENTS.sub("", str(error)))[:200]
+
+
+def _tls_reason(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        advice = "; --redis-tls-ca must have its authority" if error.verify_code in _FOREIGN_AUTHORITY else ""
+        return f"{error.verify_message}{advice}"
+    name = getattr(error, "reason", None) or ""
+    for end, meaning in _TLS_REASONS.items():
+        if name.endswith(end):
+            return meaning
+    # With TLS 1.3 a client learns this late: the server closes the connection after the client's handshake.
+    return name or "Redis closes the connection; it may want a certificate of this side (--redis-tls-cert)"

@@ -20,17 +20,11 @@ import redis
 
 from contract.cache_keys import PREFIX, chunk_keys, manifest_key, num_parts, part_key
 from contract.process_log import shown
-from contract.redis_access import RedisAccess
+from contract.redis_access import RedisAccess, reason_of, without_arguments
 from control_plane.host_cache.base import CacheAddress
 from control_plane.host_cache.ledger import Ledger, Sizes
 from control_plane.host_cache.packed import read_layout
-from control_plane.host_cache.redis_client import (
-    MARKER_KEY,
-    find_wrong_permission,
-    make_client,
-    reason_of,
-    without_arguments,
-)
+from control_plane.host_cache.redis_client import MARKER_KEY, find_wrong_permission, make_client
 from control_plane.observers.timings import NO_TIMINGS, Timings
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Connections to Redis, what their errors mean for people, and what the user of workers is permitted.
+"""Connections to Redis, and what the user of workers is permitted.
 
 Blocks; use threads. This file and redis_cache.py import redis, no other of the control plane.
 """
@@ -6,7 +6,6 @@ Blocks; use threads. This file and redis_cache.py import redis, no other of the 
 from __future__ import annotations
 
 import re
-import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,9 @@ from redis.retry import Retry
 
 from contract.cache_keys import PREFIX
 from contract.redaction import redacted
-from contract.redis_access import PasswordUnreadable, RedisAccess
+from contract.redis_access import RedisAccess
 
 MARKER_KEY = "motet:cache:marker"  # gone when somebody emptied or restarted Redis
-_ARGUMENTS = re.compile(r",? with args beginning with:.*", re.DOTALL)
 
 
 def check_access(access: RedisAccess) -> None:
@@ -76,31 +74,3 @@ def _is_permitted(attempt: Callable[[], object]) -> bool:
     except (NoPermissionError, redis.ReadOnlyError):
         return False
     return True
-
-
-def reason_of(error: BaseException) -> str:
-    """What is wrong, for people who may see no address: the log has the error itself."""
-    if "HELLO must be called with the client already authenticated" in str(error):
-        return "Redis refuses: it wants a password"
-    if isinstance(error, PasswordUnreadable):
-        return "the file with the password of Redis cannot be read"
-    if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
-        return f"Redis refuses: {without_arguments(error)}"
-    if isinstance(error, redis.InvalidResponse):
-        return "the server there is not a Redis"
-    if isinstance(error, (TimeoutError, redis.TimeoutError)):
-        return "Redis does not respond in time"
-    cause = error.__cause__ or error.__context__
-    for found in (error, cause):
-        if isinstance(found, ssl.SSLError):
-            return f"TLS fails: {getattr(found, 'verify_message', '') or found.reason or 'no reason given'}"
-        if isinstance(found, OSError) and found.strerror:
-            return f"Redis cannot be reached: {found.strerror}"
-    if isinstance(error, redis.ConnectionError):
-        return "Redis cannot be reached, or closes the connection"
-    return f"unexpected {type(error).__name__}"
-
-
-def without_arguments(error: BaseException) -> str:
-    """What Redis says, without the arguments of the command, which it repeats: a password may be among them."""
-    return redacted(_ARGUMENTS.sub("", str(error)))[:200]

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from contract.cache_keys import chunk_keys, manifest_key
-from contract.redis_access import RedisAccess
+from contract.redis_access import RedisAccess, reason_of
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.adapters.format.local_files import read_files
 from data_plane.adapters.format.manifest import Manifest, read_manifest, verify_chunk
@@ -64,6 +64,7 @@ class HostCacheSource:
 
         self._redis_error = redis.RedisError
         self._response_error = redis.ResponseError
+        self._reason = ""  # why the last read failed
         self._clock = clock  # monotonic, seconds
         self._quiet_until_s = float("-inf")  # Redis is not read before
         self._pause_s = FIRST_PAUSE_S
@@ -104,11 +105,22 @@ class HostCacheSource:
                 raise AdapterUnavailable(f"adapter {digest}: the host cache has another {key}") from error
             self._quiet_until_s = self._clock() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            raise AdapterUnavailable(f"adapter {digest}: host cache: {type(error).__name__}") from error
+            raise AdapterUnavailable(f"adapter {digest}: host cache: {self._note_error(error)}") from error
         self._pause_s = FIRST_PAUSE_S
+        if self._reason:
+            self._reason = ""
+            logger.info("host cache responds")
         if not isinstance(value, bytes):
             raise AdapterUnavailable(f"adapter {digest}: the host cache has no {key}")
         return value
+
+    def _note_error(self, error: Exception) -> str:
+        """What is wrong. Logged once for each change: reads are tried again every few seconds."""
+        reason = reason_of(error)
+        if reason != self._reason:
+            self._reason = reason
+            logger.warning("host cache cannot be read: adapters come through the control plane reason=%s", reason)
+        return reason
 
 
 class ControlPlaneSource:

@@ -376,6 +376,37 @@ def test_redis_that_does_not_respond_is_left_alone_until_it_does(
     assert read(cache, cold[1].digest) == (cold[1].manifest, cold[1].chunks)
 
 
+def test_why_the_host_cache_cannot_be_read_is_a_warning_once_for_each_change(
+    fake: fakeredis.FakeRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator sees a wrong password or certificate of this worker nowhere else."""
+    caplog.set_level("INFO")
+    now_s, packed = 0.0, pack(9)
+    fill(fake, packed)
+    get, refusal = fake.get, redis.AuthenticationError("invalid username-password pair")
+    errors: list[redis.RedisError] = [refusal] * 3 + [redis.TimeoutError("planted")] * 2
+
+    def respond(key: str) -> bytes | None:
+        if errors:
+            raise errors.pop(0)
+        return get(key)  # type: ignore[return-value]  # bytes: responses are not decoded
+
+    monkeypatch.setattr(fake, "get", respond)
+    source = FallbackSource(
+        HostCacheSource(RedisAccess(url="redis://unused"), clock=lambda: now_s), DictSource().add(packed)
+    )
+    for _ in range(6):
+        now_s += sources.LONGEST_PAUSE_S
+        assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+    said = [record.getMessage() for record in caplog.records if "host cache " in record.getMessage()[:12]]
+    assert said == [
+        "host cache cannot be read: adapters come through the control plane "
+        "reason=Redis refuses: invalid username-password pair",
+        "host cache cannot be read: adapters come through the control plane reason=Redis does not respond in time",
+        "host cache responds",
+    ]
+
+
 def test_a_read_that_finds_no_adapter_is_not_a_failure(fake: fakeredis.FakeRedis) -> None:
     packed = pack(9)
     cache = HostCacheSource(RedisAccess(url="redis://unused"), clock=lambda: 0.0)
