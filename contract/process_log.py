@@ -199,12 +199,21 @@ def shown_value(value: object) -> str:
 
 
 def settings_line(config: Any, *, only_changed: bool, show: Callable[[Any], str] = shown_value) -> str:
-    """The fields of a config dataclass as key=value, all of them or those that differ from their defaults."""
+    """The fields of a config dataclass as key=value, all of them or those that differ from their defaults.
+
+    In a group a field is called like its flag, where that has a name of its own: `redis_tls_ca`, not `ca`.
+    """
+    return _settings_line(config, only_changed, show, is_group=False)
+
+
+def _settings_line(config: Any, only_changed: bool, show: Callable[[Any], str], *, is_group: bool) -> str:
     parts = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):  # a group of settings
-            parts.append(settings_line(value, only_changed=only_changed, show=show))
+            parts.append(_settings_line(value, only_changed, show, is_group=True))
         elif not only_changed or value != field.default:
-            parts.append(f"{field.name}={show(value)}")
+            flag = field.metadata["flag"].name if is_group and "flag" in field.metadata else ""
+            name = flag.removeprefix("--").replace("-", "_") or field.name
+            parts.append(f"{name}={show(value)}")
     return " ".join(filter(None, parts))

@@ -9,6 +9,7 @@ import pytest
 
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
 from control_plane.scheduler.settings import Policy, SchedulerSettings
+from tests.fakes.authority import Authority
 
 
 @pytest.fixture
@@ -46,6 +47,13 @@ def test_start_reports_the_settings_that_were_changed(model_dir: Path, monkeypat
     assert "secret" not in repr(config)
     assert config.describe(only_changed=True) == f"model_dir={model_dir} redis_url=redis://***@host:1/0 plan_depth=3"
     assert "dtype=auto" in config.describe()
+
+
+def test_start_reports_files_of_redis_under_the_names_of_their_flags(model_dir: Path) -> None:
+    """The clients' port has files of the same kinds."""
+    ca = Authority().write(model_dir)
+    config = parse(model_dir, "--redis-url", "rediss://host:1/0", "--redis-tls-ca", str(ca))
+    assert f" redis_tls_ca={ca}" in config.describe(only_changed=True)
 
 
 def test_start_reports_roots_and_hosts(model_dir: Path) -> None:
