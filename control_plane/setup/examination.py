@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-from contract.redis_access import RedisAccess
+from contract.redis_access import RedisAccess, reason_of
 from contract.settings.findings import Finding, State
 from contract.settings.probes import advice_about, examine_folder, examine_port, examine_validity
 from control_plane.access.server_certificates import parse
@@ -76,16 +76,19 @@ def _redis(access: RedisAccess, wall_clock: Callable[[], float]) -> Iterator[Fin
             begun_s = time.perf_counter()
             client.ping()
             took_s = time.perf_counter() - begun_s
-            seconds, microseconds = client.time()
+            redis_clock_s = _clock_s(client)
             policy = _policy(client)
     except (redis.RedisError, OSError, ValueError) as error:
-        yield Finding(name, State.WRONG, str(error), "check address, user, password and TLS of --redis-url")
+        said = str(error) if isinstance(error, ValueError) else reason_of(error)
+        yield Finding(name, State.WRONG, said, "check address, user, password and TLS of --redis-url")
         return
     yield Finding(name, State.OK, f"responds in {1000 * took_s:.1f} ms")
     if policy not in ("", "noeviction"):
         advice = "set maxmemory-policy noeviction: Motet removes what it does not need, and pinned adapters must stay"
         yield Finding(f"{name}: maxmemory-policy", State.WARNING, policy, advice)
-    difference_s = wall_clock() - (seconds + microseconds / 1e6)
+    if redis_clock_s is None:
+        return
+    difference_s = wall_clock() - redis_clock_s
     is_near = abs(difference_s) <= MAX_CLOCK_DIFFERENCE_S
     yield Finding(
         "clock",
@@ -93,6 +96,17 @@ def _redis(access: RedisAccess, wall_clock: Callable[[], float]) -> Iterator[Fin
         f"{difference_s:+.1f} s from that of Redis",
         "" if is_near else "synchronise both machines (NTP): tokens, certificates and expiries go by the clock",
     )
+
+
+def _clock_s(client: object) -> float | None:
+    """The clock of Redis; None if this user may not know. Motet itself does not read it."""
+    import redis
+
+    try:
+        seconds, microseconds = client.time()  # type: ignore[attr-defined]
+    except redis.ResponseError:
+        return None
+    return float(seconds + microseconds / 1e6)
 
 
 def _policy(client: object) -> str:

@@ -31,6 +31,7 @@ from gateway.registry.settings import RegistrySettings
 from kernels.native import compiler
 from tests.control_plane.host_cache.rig import RedisProcess
 from tests.control_plane.server_processes import checkpoint
+from tests.docs_commands import ROOT
 from tests.fakes.authority import Authority
 
 DAY_S = 86400.0
@@ -94,6 +95,20 @@ def test_a_redis_that_refuses_the_password_is_wrong(tmp_path: Path, redis_proces
     config = server(tmp_path, redis_url=redis_process.url, worker_redis_url=redis_process.url)
     [finding] = [found for what, found in of_server(config).items() if what.startswith("Redis at")]
     assert finding.state is State.WRONG and "password" in finding.advice
+
+
+def test_the_redis_user_of_the_documents_is_all_that_is_needed(tmp_path: Path, redis_process: RedisProcess) -> None:
+    """It may not read the clock, which Motet does not need."""
+    [line] = [
+        line
+        for line in (ROOT / "docs" / "security.md").read_text().splitlines()
+        if line.startswith("ACL SETUSER motet-server on ")
+    ]
+    redis_process.client.execute_command(*line.split())
+    url = f"unix://motet-server:SERVER_PASSWORD@{redis_process.socket}"
+    found = of_server(server(tmp_path, redis_url=url, worker_redis_url=url))
+    [finding] = [value for what, value in found.items() if what.startswith("Redis at")]
+    assert finding.state is State.OK and "clock" not in found
 
 
 def test_a_machine_without_a_redis_server_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
