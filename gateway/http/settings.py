@@ -74,6 +74,7 @@ class HttpSettings:
         1,
         unit="a count",
         lowest=1,
+        highest=64,
     )
     allowed_origins: tuple[str, ...] = setting(
         "origin of web pages that may use this server, such as https://chat.example.org, or *; may be repeated",

@@ -32,7 +32,10 @@ def main(address: str) -> int:
     supervisor = os.getppid()
     config: GatewayConfig
     place: Place
-    config, place = pickle.load(sys.stdin.buffer)  # from the supervisor, which made it
+    try:
+        config, place = pickle.load(sys.stdin.buffer)  # from the supervisor, which made it
+    except EOFError:  # the supervisor was killed meanwhile
+        return 1
     configure_logging(config.http.log_level, log_format=config.http.log_format, process=f"gateway {place.index}")
     keep_metrics_in(place)
     try:

@@ -88,6 +88,7 @@ async def test_a_gateway_that_never_gets_ready_ends_everything(
         (["--http", "8000"], "--http: '8000' is not HOST:PORT"),
         (["--http", "0.0.0.0:8000"], "--http: 0.0.0.0:8000 is reached by other machines and has no TLS"),
         (["--http", "--http-processes", "0"], "--http-processes: 0 is below 1"),
+        (["--http", "--http-processes", "1000"], "--http-processes: 1000 is above 64"),
         (["--http-processes", "2"], "--http-processes: is for a gateway; give --http, too"),
         (["--http", "--tls-cert", "x"], "--http: is for a system without TLS"),
     ],

@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +114,14 @@ def test_a_port_that_processes_of_another_gateway_share_is_not_taken() -> None:
         config = GatewayConfig(http=HttpSettings(listen=address_of(other), processes=2))
         with pytest.raises(OSError, match=r"--listen: 127\.0\.0\.1:\d+ cannot be listened on: Address already in use"):
             supervise(config)
+
+
+def test_a_process_whose_supervisor_ends_before_it_has_settings_ends_without_a_traceback() -> None:
+    child = subprocess.run(
+        [sys.executable, "-m", "gateway.processes.child", "127.0.0.1:0"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (child.returncode, child.stderr) == (1, "")
