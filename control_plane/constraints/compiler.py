@@ -61,13 +61,21 @@ class ConstraintCompiler:
         """
         request = json.dumps({"kind": kind, "value": value}).encode()
         digest = hashlib.sha256(vocabulary.digest.encode() + request).hexdigest()
-        if vocabulary.digest in self._kept:
-            return self._use(vocabulary.digest)
-        if digest not in self._kept:
+        found = self._find(digest, vocabulary)
+        if found is None:
             async with self._turns.turn(tenant):
-                if digest not in self._kept:
-                    self._kept[digest] = await self._compiled(digest, request, vocabulary)
-                return self._use(digest)
+                found = self._find(digest, vocabulary)  # of one that was before this in the queue
+                if found is None:
+                    found = await self._compiled(digest, request, vocabulary)
+        return found
+
+    def _find(self, digest: str, vocabulary: Vocabulary) -> Constraint | None:
+        """What is kept, if anything is. Raises ConstraintRefused."""
+        known = next((each for each in (vocabulary.digest, digest) if each in self._kept), None)
+        return None if known is None else self._use(known)
+
+    def _keep(self, digest: str, result: Constraint | str) -> Constraint:
+        self._kept[digest] = result
         return self._use(digest)
 
     def _use(self, digest: str) -> Constraint:
@@ -90,7 +98,7 @@ class ConstraintCompiler:
             await child.end()
         self._children.clear()
 
-    async def _compiled(self, digest: str, request: bytes, vocabulary: Vocabulary) -> Constraint | str:
+    async def _compiled(self, digest: str, request: bytes, vocabulary: Vocabulary) -> Constraint:
         child = await self._child(vocabulary)
         try:
             async with asyncio.timeout(self._limits.wall_limit_s):
@@ -104,15 +112,16 @@ class ConstraintCompiler:
                 status not in _TOO_COSTLY
             ):  # for example killed by an operator, or because the machine has no memory left
                 raise Unavailable("the process that checks constraints ended; try again") from error
-            return (
+            return self._keep(
+                digest,
                 f"takes more than {self._limits.cpu_limit_s * 1000:g} ms or "
-                f"{self._limits.memory_limit_bytes >> 20} MiB to be compiled; give a simpler one"
+                f"{self._limits.memory_limit_bytes >> 20} MiB to be compiled; give a simpler one",
             )
         except BaseException:
             self._children.pop(vocabulary.digest, None)
             await child.end()
             raise
-        return Constraint(digest, text, vocabulary) if is_grammar else text
+        return self._keep(digest, Constraint(digest, text, vocabulary) if is_grammar else text)
 
     async def _child(self, vocabulary: Vocabulary) -> FramedChild:
         child = self._children.get(vocabulary.digest)
@@ -148,8 +157,6 @@ class ConstraintCompiler:
             raise
         if not is_ready:
             await child.end()
-            reason = f"cannot be used with the tokenizer of this model: {text}"
-            self._kept[vocabulary.digest] = reason
-            raise ConstraintRefused(reason)
+            self._keep(vocabulary.digest, f"cannot be used with the tokenizer of this model: {text}")  # raises
         self._children[vocabulary.digest] = child
         return child

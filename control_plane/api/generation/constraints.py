@@ -14,8 +14,8 @@ from contract.sampling import MAX_TOKENIZER_BYTES
 from control_plane.api.text.codec import TextCodec
 from control_plane.checks import Violations, refuse
 from control_plane.constraints.compiler import ConstraintCompiler, ConstraintRefused
-from control_plane.constraints.known_tokens import without_unknown_tokens
-from control_plane.errors import InvalidRequest
+from control_plane.constraints.known_tokens import find_known_tokens
+from control_plane.errors import InvalidRequest, Unavailable
 from control_plane.scheduler.types import Constraint, Vocabulary
 
 MAX_CONSTRAINT_BYTES = 64 << 10
@@ -89,7 +89,7 @@ class Constraints:
             return None
         try:
             return await self._vocabulary(codec, ends, num_tokens)
-        except InvalidRequest:  # the tokenizer is too large: each constrained request is refused by name
+        except (InvalidRequest, Unavailable):  # too large, so that each constrained request is refused; or not read now
             return None
 
     async def _vocabulary(self, codec: TextCodec, ends: tuple[int, ...], num_tokens: int) -> Vocabulary:
@@ -97,10 +97,8 @@ class Constraints:
         found = own.get((ends, num_tokens))
         if found is None:
             text = await codec.tokenizer_json()
-            if len(text) > MAX_TOKENIZER_BYTES:
-                raise refuse(
-                    "constraint", f"needs a tokenizer of at most {MAX_TOKENIZER_BYTES} bytes; this one has {len(text)}"
-                )
+            if codec.has_tokens_from(num_tokens):
+                text = await asyncio.to_thread(find_known_tokens, text, num_tokens)
             found = await asyncio.to_thread(_vocabulary, text, ends, num_tokens)
             own[ends, num_tokens] = found
         return found
@@ -111,8 +109,12 @@ def _ends_of(end_token_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 
 
 def _vocabulary(text: str, ends: tuple[int, ...], num_tokens: int) -> Vocabulary:
-    text = without_unknown_tokens(text, num_tokens)
-    digest = hashlib.sha256(f"{num_tokens} {ends} {text}".encode()).hexdigest()
+    encoded = text.encode()
+    if len(encoded) > MAX_TOKENIZER_BYTES:
+        raise refuse(
+            "constraint", f"needs a tokenizer of at most {MAX_TOKENIZER_BYTES} bytes; this one has {len(encoded)}"
+        )
+    digest = hashlib.sha256(f"{num_tokens} {ends} ".encode() + encoded).hexdigest()
     return Vocabulary(digest, text, num_tokens, ends)
 
 

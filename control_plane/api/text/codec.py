@@ -151,6 +151,13 @@ class TextCodec:
         """Special tokens by id; none without a tokenizer."""
         return {} if self._factory is None else self._factory.special_tokens()
 
+    def has_tokens_from(self, token_id: int) -> bool:
+        """Whether the tokenizer has ids from this one on. A vocabulary with gaps is taken by its number of tokens."""
+        if self._tokenizer is None:
+            return False
+        added = self._tokenizer.get_added_tokens_decoder()
+        return self._tokenizer.get_vocab_size() > token_id or max(added, default=0) >= token_id
+
     async def tokenizer_json(self) -> str:
         """The tokenizer, as tokenizer.json has it. Raises TokenizerUnavailable."""
         self._require_tokenizer()

@@ -57,6 +57,27 @@ def test_every_form_of_a_vocabulary_is_cut_off(model: Any) -> None:
     assert ids_of(without_unknown_tokens(known.to_str(), 4)) == set(range(4))
 
 
+def test_merges_of_continued_words_stay() -> None:
+    vocab = {"a": 0, "##b": 1, "ab": 2, "##c": 3, "abc": 4, "zz": 5}
+    model = models.BPE(vocab=vocab, merges=[("a", "##b"), ("ab", "##c")], continuing_subword_prefix="##")
+    left = Tokenizer.from_str(without_unknown_tokens(Tokenizer(model).to_str(), 5))
+    assert left.encode("abc").ids == [4]
+
+
+def test_an_unknown_token_of_its_own_that_is_cut_off_leaves_a_tokenizer_that_loads() -> None:
+    pieces = [("</s>", 0.0), ("a", -1.0), ("b", -1.0), ("<unk>", 0.0)]
+    left = without_unknown_tokens(Tokenizer(models.Unigram(pieces, unk_id=3)).to_str(), 3)
+    assert ids_of(left) == {0, 1, 2}
+
+
+def test_added_tokens_keep_their_ids_behind_a_gap() -> None:
+    known = Tokenizer(models.WordLevel({"a": 0, "b": 1, "far": 9}, unk_token="a"))
+    known.add_special_tokens(["</s>"])
+    number = known.token_to_id("</s>")
+    left = Tokenizer.from_str(without_unknown_tokens(known.to_str(), 9))
+    assert left.token_to_id("</s>") == number and left.token_to_id("far") is None
+
+
 async def test_constraints_of_a_model_with_fewer_tokens_than_its_tokenizer_are_compiled(vocabulary: Vocabulary) -> None:
     known = Tokenizer.from_str(vocabulary.tokenizer)
     known.add_special_tokens(["<pad>"])

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 from motet.v1 import constraints_pb2, generation_pb2
+from tokenizers import Tokenizer
 
 from control_plane.api.generation import constraints as module
 from control_plane.api.generation.constraints import Constraints
 from control_plane.api.text.codec import TextCodec
 from control_plane.constraints.compiler import ConstraintCompiler
+from control_plane.constraints.known_tokens import find_known_tokens
+from control_plane.errors import Unavailable
 from tests.makers import make_tokenizer
 
 NUM_TOKENS = 264
@@ -41,3 +44,27 @@ async def test_no_vocabulary_is_sent_where_every_constraint_is_refused(
     assert await constraints.vocabulary_of(codec, (0,), NUM_TOKENS) is None
     await codec.close()
     await bare.close()
+
+
+async def test_a_tokenizer_with_more_tokens_than_the_model_can_be_used(tmp_path: Path) -> None:
+    """A checkpoint whose tokenizer got a token for padding, and whose embedding did not."""
+    file = make_tokenizer(tmp_path, vocab_size=NUM_TOKENS) / "tokenizer.json"
+    padded = Tokenizer.from_file(str(file))
+    padded.add_special_tokens(["<pad>"])
+    padded.save(str(file))
+    codec = TextCodec.load(tmp_path, tmp_path / "unused.json")
+    assert codec.has_tokens_from(NUM_TOKENS) and not codec.has_tokens_from(NUM_TOKENS + 1)
+    compiler = ConstraintCompiler()
+    constraints = Constraints(compiler)
+    message = generation_pb2.GenerateRequest(constraint=constraints_pb2.Constraint(regex="a"))
+    used = await constraints.of(message, codec, (0,), NUM_TOKENS, "")
+    assert used is not None and "<pad>" not in used.vocabulary.tokenizer
+    whole = await constraints.vocabulary_of(codec, (0,), NUM_TOKENS + 1)
+    assert whole is not None and "<pad>" in whole.tokenizer
+    await compiler.close()
+    await codec.close()
+
+
+async def test_a_process_that_cannot_read_a_tokenizer_says_try_again() -> None:
+    with pytest.raises(Unavailable, match="try again"):
+        find_known_tokens("no JSON", NUM_TOKENS)

@@ -14,7 +14,7 @@ from typing import Any
 
 import boto3  # type: ignore[import-untyped]  # ships no annotations
 import pytest
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
 from control_plane.registry.store.bucket import Bucket, memory_store, open_bucket
@@ -57,7 +57,7 @@ class _OneRequestAtATime:
 @contextmanager
 def s3_server() -> Iterator[str]:
     """The URL of a new bucket, which the environment leads to."""
-    server = make_server("127.0.0.1", 0, _OneRequestAtATime(), threaded=True)
+    server = make_server("127.0.0.1", 0, _OneRequestAtATime(), threaded=True, request_handler=MotoRequestHandler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
