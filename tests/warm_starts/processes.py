@@ -28,7 +28,21 @@ IMPORTED = (
 # Programs that import that much.
 WARM = frozenset({"data_plane", "tests.fakes.doubling_worker", "tests.fakes.late_worker"})
 # Variables that are read while modules are imported: a process with other values must import them itself.
-READ_AT_IMPORT = ("CUDA", "GOMP", "GRPC", "HF_", "KMP", "MKL", "OMP", "PYTHON", "TORCH", "TRANSFORMERS", "TRITON")
+READ_AT_IMPORT = (
+    "CUDA",
+    "GOMP",
+    "GRPC",
+    "HF_",
+    "HOME",
+    "KMP",
+    "MKL",
+    "OMP",
+    "PYT",
+    "TORCH",
+    "TRANSFORMERS",
+    "TRITON",
+    "XDG_",
+)
 
 
 class WarmProcess:
@@ -70,21 +84,20 @@ class WarmProcess:
 class WarmStarts:
     """The process that forks. It ends with the one that it works for.
 
-    `imported`: the modules that it imports.
+    `environment`: all of its variables. `imported`: the modules that it imports.
     """
 
-    def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
+    def __init__(self, environment: Mapping[str, str], imported: Sequence[str] = IMPORTED) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.environment = import_environment(os.environ)
+        self.environment = import_environment(environment)
         with there:
-            arguments = ["-m", "tests.warm_starts.server", str(there.fileno()), *imported]
-            path = os.pathsep.join([str(ROOT), str(ROOT / "client")])
             self._server = subprocess.Popen(
-                [sys.executable, *arguments],
+                [sys.executable, "-m", "tests.warm_starts.server", str(there.fileno()), *imported],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
+                start_new_session=True,  # Ctrl-C at a terminal ends the tests, which then end what they started
             )
         self._socket = here
         self._turn = threading.Lock()  # one start after the other
@@ -102,16 +115,19 @@ class WarmStarts:
         request = json.dumps({"module": module, "arguments": rest, "environment": dict(environment)}).encode()
         assert len(request) <= MAX_REQUEST_BYTES
         read, write = os.pipe()
+        stdout = os.fdopen(read, "rb")
         with self._turn:
-            with suppress(BrokenPipeError):  # the reader learns it, too
-                socket.send_fds(self._socket, [request], [write, log.fileno()])
-            os.close(write)
+            try:
+                with suppress(BrokenPipeError, ConnectionResetError):  # the reader learns it, too
+                    socket.send_fds(self._socket, [request], [write, log.fileno()])
+            finally:
+                os.close(write)
             pid = self._started.get()
-            if pid is None:
-                self._started.put(None)
-                os.close(read)
-                raise EOFError("the process that forks has ended")
-        process = WarmProcess(pid, os.fdopen(read, "rb"))
+        if pid is None:
+            self._started.put(None)
+            stdout.close()
+            raise EOFError("the process that forks has ended")
+        process = WarmProcess(pid, stdout)
         with self._lock:
             self._processes[pid] = process
             if pid in self._ended_early:
@@ -138,6 +154,10 @@ class WarmStarts:
                     self._ended_early[pid] = exit_code
                 else:
                     process.end(exit_code)
+        with self._lock:  # nobody reports their ends any more
+            for process in self._processes.values():
+                process.kill()
+                process.end(-signal.SIGKILL)
         self._started.put(None)
 
     def _receive(self) -> bytes:
@@ -147,25 +167,29 @@ class WarmStarts:
 
 
 def import_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that decide what an import does. What every start sets alike is not among them."""
-    alike = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "PYTEST")
+    """The variables that decide what an import does; pytest's name of the running test is none."""
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(READ_AT_IMPORT) and not name.startswith(alike)
+        if name.startswith(READ_AT_IMPORT) and not name.startswith("PYTEST")
     }
 
 
 @functools.cache
-def warm_starts() -> WarmStarts:
-    """The one of this test process."""
-    return WarmStarts()
+def warm_starts() -> list[WarmStarts]:
+    """The one of this test process, once there is one."""
+    return []
 
 
 def start_warm(arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Process:
-    """Start the interpreter with these arguments: forked where torch would be imported, else as any other process."""
-    if arguments[0] == "-m" and arguments[1] in WARM and environment.get("OMP_NUM_THREADS") == "1":
+    """Start the interpreter with these arguments: forked where torch would be imported, else as any other process.
+
+    The first environment is that of the process that forks.
+    """
+    if arguments[0] == "-m" and arguments[1] in WARM:
         starts = warm_starts()
-        if import_environment(environment) == starts.environment:
-            return starts.start(arguments, environment, log)
+        if not starts:
+            starts.append(WarmStarts(environment))
+        if import_environment(environment) == starts[0].environment:
+            return starts[0].start(arguments, environment, log)
     return start_python(arguments, environment, log)

@@ -4,7 +4,7 @@ FD is a socket of packets. A request is JSON: the "module" to run as a program, 
 it come two file descriptors, for stdout and stderr. The response is [pid, null]. When such a process has ended, [pid,
 exit status] follows. The program ends with the socket; what it forked goes on.
 
-The modules that are imported here must start no threads, since a fork keeps only the thread that forks.
+The modules that are imported must start no threads, since a fork keeps only the thread that forks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import selectors
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from contract.process_log import quiet_grpc
@@ -30,6 +32,8 @@ def main(arguments: Sequence[str]) -> None:
     quiet_grpc()
     for name in arguments[1:]:
         importlib.import_module(name)
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    assert num_threads == 1, f"imports have started threads, {num_threads} in all: a fork would lose them"
     request = _serve(control)
     if request is not None:
         sys.argv[1:] = request["arguments"]
@@ -47,7 +51,8 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 pid, status = os.waitpid(children.pop(key.fd), 0)
-                control.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+                with suppress(BrokenPipeError):  # all is over
+                    control.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
                 continue
             data, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 2)
             if not data:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
+import psutil
 import pytest
 
-from benchmarks.system import Child
+from benchmarks.system import Child, Process, start_python
 from tests.e2e.harness import wait_until
-from tests.warm_starts.processes import WarmStarts, start_warm, warm_starts
+from tests.warm_starts.processes import WarmStarts, start_warm
 
 PROGRAM = "tests.warm_starts.program"
 READY = re.compile(r"ready (?P<said>.*)")
@@ -19,7 +22,7 @@ READY = re.compile(r"ready (?P<said>.*)")
 
 @pytest.fixture(scope="module")
 def starts() -> Iterator[WarmStarts]:
-    starts = WarmStarts(["decimal"])
+    starts = WarmStarts(os.environ, ["decimal"])
     yield starts
     starts.close()
 
@@ -61,26 +64,50 @@ def test_an_exception_ends_it_with_its_traceback(starts: WarmStarts, tmp_path: P
 
 
 def test_a_start_says_that_nothing_forks_any_more(tmp_path: Path) -> None:
-    starts = WarmStarts(["no_such_module"])
+    starts = WarmStarts(os.environ, ["no_such_module"])
     for _ in range(2):
         with pytest.raises(EOFError):
             child(starts, tmp_path, "exit", "0", SAID="x")
     starts.close()
 
 
-def test_what_decides_imports_is_not_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a process is a new interpreter, which reads the variables itself."""
-    assert start_warm.__module__ == warm_starts.__module__
+def test_processes_end_with_the_one_that_forked_them(tmp_path: Path) -> None:
+    starts = WarmStarts(os.environ, ["decimal"])
+    process = child(starts, tmp_path, "wait", SAID="x")
+    process.wait_ready(READY, 60.0)
+    (server,) = {psutil.Process(process.pid).ppid()}
+    os.kill(server, signal.SIGKILL)
+    assert exit_code_of(process) == -signal.SIGKILL
+    starts.close()
+
+
+def test_a_process_whose_variables_decide_imports_is_a_new_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.warm_starts.processes.WARM", frozenset({PROGRAM}))
-    monkeypatch.setattr("tests.warm_starts.processes.warm_starts", lambda: WarmStarts(["decimal"]))
-    usual = {"SAID": "x", "OMP_NUM_THREADS": "1"}
-    for variable, is_forked in (
-        ({}, True),
-        ({"TRITON_CACHE_DIR": "elsewhere"}, False),
-        ({"OMP_NUM_THREADS": "2"}, False),
-    ):
-        process = Child(
-            "child", ["-m", PROGRAM, "exit", "0"], tmp_path / "log", environment=usual | variable, start=start_warm
-        )
-        assert process.wait_ready(READY, 60.0)["said"].endswith(str(is_forked))
-        assert exit_code_of(process) == 0
+    usual = {**child_environment(), "SAID": "x"}
+    starts = WarmStarts(usual, ["decimal"])
+    monkeypatch.setattr("tests.warm_starts.processes.warm_starts", lambda: [starts])
+    try:
+        for other, is_forked in (("MOTET_X", True), ("TRITON_CACHE_DIR", False), ("PYTORCH_ALLOC", False)):
+            variables = usual | {other: "1"}
+            process = Child(
+                "child", ["-m", PROGRAM, "exit", "0"], tmp_path / "log", environment=variables, start=start_warm
+            )
+            assert process.wait_ready(READY, 60.0)["said"].endswith(str(is_forked))
+            assert exit_code_of(process) == 0
+    finally:
+        starts.close()
+
+
+def child_environment() -> dict[str, str]:
+    """What benchmarks.system gives a process."""
+    found: list[dict[str, str]] = []
+
+    def start(arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Process:
+        found.append(dict(environment))
+        return start_python(arguments, environment, log)
+
+    process = Child("child", ["-c", ""], Path(os.devnull), start=start)
+    process.stop()
+    return found[0]
