@@ -11,21 +11,43 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from contract.redaction import has_password, redacted, redacted_url, split_url
 from contract.settings.flags import flag_of, optional_path, setting
 
-SCHEMES = ("redis", "rediss", "unix")
+_PREFIXES = ("redis://", "rediss://", "unix://")  # redis-py compares literally; urlsplit would take REDIS:// too
+# Options of a URL, and what their values look like. redis-py takes them before arguments, so that none may be here that
+# would change Motet's limits of time and number, how the server is checked, or the file of the password.
+_OPTIONS = {
+    "client_name": r"[!-~]+",
+    "db": r"[0-9]{1,9}",
+    "health_check_interval": r"[0-9]{1,9}",
+    "password": r".*",
+    "protocol": r"[23]",
+    "socket_keepalive": r".*",
+    "username": r".*",
+}
+_NO_OPTIONS_OF_UNIX = ("socket_keepalive",)
 MAX_PASSWORD_BYTES = 4096
+_NAME = re.compile(r"[a-z][a-z_]{0,39}", re.IGNORECASE)
 _ARGUMENTS = re.compile(r",? with args beginning with:.*", re.DOTALL)
-# What OpenSSL calls it when the other end refuses or does not speak TLS, by the end of the name.
+_IT_CLOSES = "Redis closes the connection; it may want a certificate of this side (--redis-tls-cert)"
+# Ends of OpenSSL's names of errors, and what each means.
 _TLS_REASONS = {
     "CERTIFICATE_REQUIRED": "Redis wants a certificate of this side; give --redis-tls-cert",
     "UNKNOWN_CA": "Redis does not trust the authority of --redis-tls-cert",
     "ALERT_CERTIFICATE_EXPIRED": "Redis refuses --redis-tls-cert, which has expired",
+    "ALERT_HANDSHAKE_FAILURE": (
+        "Redis refuses the handshake; it may want a certificate of this side (--redis-tls-cert), or other ciphers"
+    ),
+    "ALERT_PROTOCOL_VERSION": "Redis refuses the versions of TLS that this side speaks, which are 1.2 and 1.3",
+    "UNEXPECTED_EOF_WHILE_READING": _IT_CLOSES,
     "WRONG_VERSION_NUMBER": "the server there does not speak TLS",
 }
+# OpenSSL's names for a key that is not that of the certificate, the last two if it is not of the same kind.
+_OTHER_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
+_TOO_WEAK = ("KEY_TOO_SMALL", "MD_TOO_WEAK")
 # X509_V_ERR_...: a certificate is self-signed, one of its chain is, its issuer is not at hand.
 _FOREIGN_AUTHORITY = (18, 19, 20)
 
@@ -75,8 +97,7 @@ class RedisTls:
             if path is not None and not _has_certificates(path):
                 return f"{flag_of(RedisTls, name)}: {path} has no complete certificates in PEM"
         if self.cert is not None and self.key is not None:
-            mistake = _find_wrong_key(self.cert, self.key)
-            return None if mistake is None else f"{flag_of(RedisTls, 'key')}: {self.key} {mistake}"
+            return _find_wrong_pair(self.cert, self.key)
         return None
 
 
@@ -100,41 +121,57 @@ class RedisAccess:
         """The URL with the password in it. Raises PasswordUnreadable."""
         if self.password_file is None:
             return self.url
-        scheme, _, rest = self.url.partition("://")
-        user, at, host = rest.rpartition("@")
-        return f"{scheme}://{user if at else ''}:{quote(read_password(self.password_file), safe='')}@{host}"
+        scheme, user, rest = self._split_user()
+        return f"{scheme}://{quote(user, safe='')}:{quote(read_password(self.password_file), safe='')}@{rest}"
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of redis.Redis.from_url, `url` among them. Raises ValueError that repeats no secret."""
-        parts = split_url(self.url)
+        scheme, user, rest = self._split_user()
         options: dict[str, Any] = {"url": self.url}
         if self.password_file is not None:
             # redis-py takes a user in the URL, or a provider of the user and the password.
-            userinfo, _, host = parts.netloc.rpartition("@")
-            query = f"?{parts.query}" if parts.query else ""
-            options["url"] = f"{parts.scheme}://{host}{parts.path}{query}"
-            options["credential_provider"] = PasswordFile(unquote(userinfo.partition(":")[0]), self.password_file)
-        if parts.scheme == "rediss":
+            options["url"] = f"{scheme}://{rest}"
+            options["credential_provider"] = PasswordFile(user, self.password_file)
+        if scheme == "rediss":
             files = {"ssl_ca_certs": self.tls.ca, "ssl_certfile": self.tls.cert, "ssl_keyfile": self.tls.key}
             options |= {name: str(path) for name, path in files.items() if path is not None}
             options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
         return options
 
+    def _split_user(self) -> tuple[str, str, str]:
+        """The scheme, the user, and what follows: the host and the rest, without a user or a password."""
+        parts = split_url(self.url)
+        userinfo, _, host = parts.netloc.rpartition("@")
+        query = parse_qsl(parts.query)
+        user = unquote(userinfo.partition(":")[0]) or dict(reversed(query)).get("username", "")
+        query = [(name, value) for name, value in query if name not in ("username", "password")]
+        return parts.scheme, user, f"{host}{parts.path}{f'?{urlencode(query, quote_via=quote)}' if query else ''}"
+
 
 def find_url_mistake(url: str) -> str | None:
     """Why a URL cannot be used, without repeating it; None if it can."""
+    if not url.startswith(_PREFIXES):
+        return "must begin with redis://, rediss:// or unix://"
+    if any(char.isspace() or not char.isprintable() for char in url):
+        return "has a blank or a control character; remove it, or write it as %XX, such as %20 for a blank"
     try:
         parts = split_url(url)
     except ValueError as error:
         return str(error)
-    if parts.scheme not in SCHEMES:
-        return "must begin with redis://, rediss:// or unix://"
-    # redis-py takes options of the URL before arguments: ?ssl_cert_reqs=none would accept any server.
-    if parts.scheme == "rediss" and any(name.startswith("ssl") for name, _ in parse_qsl(parts.query, True)):
-        return (
-            "has an option of TLS (ssl...); remove it: the server's certificate and its host name are always checked, "
-            "and --redis-tls-ca, --redis-tls-cert and --redis-tls-key name the files"
-        )
+    known = [name for name in _OPTIONS if parts.scheme != "unix" or name not in _NO_OPTIONS_OF_UNIX]
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        # ?ssl_cert_reqs=none would accept any server.
+        if parts.scheme == "rediss" and name.startswith("ssl"):
+            return (
+                "has an option of TLS (ssl...); remove it: the server's certificate and its host name are always "
+                "checked, and --redis-tls-ca, --redis-tls-cert and --redis-tls-key name the files"
+            )
+        if name not in known:
+            # After a "?" in a password that is not written as %3F, its rest would be the name of an option.
+            shown = f": {name}" if _NAME.fullmatch(name) and "@" not in parts.query else ""
+            return f"has an option that Motet does not take{shown}; remove it; the options are {', '.join(known)}"
+        if value and not re.fullmatch(_OPTIONS[name], value, re.DOTALL):
+            return f"has a value of the option {name} that Redis cannot take"
     return None
 
 
@@ -154,14 +191,19 @@ def _has_certificates(path: Path) -> bool:
     return True
 
 
-def _find_wrong_key(cert: Path, key: Path) -> str | None:
+def _find_wrong_pair(cert: Path, key: Path) -> str | None:
+    of_key = f"{flag_of(RedisTls, 'key')}: {key}"
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, _refuse_password)
     except _EncryptedError:
-        return "is encrypted; give a key without a password"
+        return f"{of_key} is encrypted; give a key without a password"
     except ssl.SSLError as error:
-        is_other = error.reason == "KEY_VALUES_MISMATCH"
-        return f"does not belong to {flag_of(RedisTls, 'cert')}" if is_other else "has no complete private key in PEM"
+        reason = error.reason or ""
+        if reason.endswith(_TOO_WEAK):
+            return f"{flag_of(RedisTls, 'cert')}: {cert} is too weak for OpenSSL ({reason}); make one with a longer key"
+        if reason in _OTHER_KEY:
+            return f"{of_key} does not belong to {flag_of(RedisTls, 'cert')}"
+        return f"{of_key} has no complete private key in PEM"
     return None
 
 
@@ -248,4 +290,4 @@ def _tls_reason(error: ssl.SSLError) -> str:
         if name.endswith(end):
             return meaning
     # With TLS 1.3 a client learns this late: the server closes the connection after the client's handshake.
-    return name or "Redis closes the connection; it may want a certificate of this side (--redis-tls-cert)"
+    return name or _IT_CLOSES

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import quote
 
 from contract.cache_keys import PREFIX
 from contract.process_log import shown
@@ -85,12 +86,12 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """The URL for the control plane. It holds a password."""
-        return f"unix://motet-server:{self._password}@{self.socket}"
+        return f"unix://motet-server:{self._password}@{quote(os.fsencode(self.socket))}"
 
     @property
     def worker_url(self) -> str:
         """The URL for workers on this machine, which may read adapters only. It has no password."""
-        return f"unix://motet-worker@{self.socket}"
+        return f"unix://motet-worker@{quote(os.fsencode(self.socket))}"
 
     def __repr__(self) -> str:
         return f"EmbeddedRedis(socket={self.socket}, pid={self.pid})"

@@ -1,11 +1,10 @@
 """Connections to Redis, and what the user of workers is permitted.
 
-Blocks; use threads. This file and redis_cache.py import redis, no other of the control plane.
+Blocks; use threads. Of the control plane this file, redis_cache.py and setup/examination.py import redis.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,15 +21,12 @@ MARKER_KEY = "motet:cache:marker"  # gone when somebody emptied or restarted Red
 
 
 def check_access(access: RedisAccess) -> None:
-    """Raise ValueError, without the URL's password, if redis-py cannot make a connection of this URL."""
+    """Raise ValueError, without the URL's password, if redis-py cannot make a connection of this URL.
+
+    Options of the URL are checked by `find_url_mistake`, on both sides.
+    """
     try:
         make_client(access, 1.0).connection_pool.make_connection()
-    except TypeError as error:  # options of the query become arguments of a connection
-        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        raise ValueError(
-            f"has an option that redis-py does not know: {found[1] if found else error}; remove it, or give it the "
-            "name that redis-py has for it, such as socket_keepalive or client_name"
-        ) from error
     except redis.RedisError as error:
         raise ValueError(redacted(str(error))) from error
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import ssl
 from pathlib import Path
 
 import pytest
 import redis
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from contract.redis_access import (
     MAX_PASSWORD_BYTES,
@@ -15,6 +19,7 @@ from contract.redis_access import (
     RedisTls,
     find_url_mistake,
     read_password,
+    reason_of,
 )
 from tests.fakes.authority import Authority
 
@@ -32,8 +37,8 @@ def test_neither_repr_nor_text_has_the_password(password_file: Path) -> None:
 
 
 def test_the_password_of_a_file_goes_with_the_user_of_the_url(password_file: Path) -> None:
-    options = RedisAccess(url="redis://m%65@host:1/0?socket_timeout=3", password_file=password_file).options()
-    assert options["url"] == "redis://host:1/0?socket_timeout=3"
+    options = RedisAccess(url="redis://m%65@host:1/0?protocol=3", password_file=password_file).options()
+    assert options["url"] == "redis://host:1/0?protocol=3"
     assert options["credential_provider"].get_credentials() == ("me", "p@ss/w:rd")
     password_file.write_text("changed")
     assert options["credential_provider"].get_credentials() == ("me", "changed")
@@ -47,6 +52,26 @@ def test_a_url_with_the_password_of_a_file_logs_in_as_the_file_does(password_fil
         made = redis.Redis.from_url(whole).connection_pool.connection_kwargs
         assert (made["password"], made["host"]) == ("p@ss/w:rd", "host")
         assert made.get("username") == ("me" if "@" in url else None)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("rediss://host?client_name=a@b", {"host": "host", "client_name": "a@b"}),
+        ("unix:///run/a@b.sock", {"path": "/run/a@b.sock"}),
+        ("redis://m%65@host/1", {"host": "host", "db": 1, "username": "me"}),
+        ("redis://host?db=2&username=me&password=other", {"host": "host", "db": 2, "username": "me"}),
+    ],
+)
+def test_the_password_of_a_file_goes_nowhere_else(url: str, expected: dict[str, object], password_file: Path) -> None:
+    access = RedisAccess(url=url, password_file=password_file)
+    made = redis.Redis.from_url(access.with_password()).connection_pool.connection_kwargs
+    assert {name: made[name] for name in expected} == expected and made["password"] == "p@ss/w:rd"
+    pool = redis.Redis.from_url(**access.options()).connection_pool
+    pool.make_connection()  # refuses a user or a password beside a provider
+    credentials = pool.connection_kwargs["credential_provider"].get_credentials()
+    assert credentials == (("me", "p@ss/w:rd") if "username" in expected else ("p@ss/w:rd",))
+    assert pool.connection_kwargs.get("client_name") == expected.get("client_name")
 
 
 @pytest.mark.parametrize(
@@ -101,10 +126,100 @@ def test_an_encrypted_key_is_refused_and_no_password_is_read_from_the_terminal(t
     assert mistake == f"--redis-tls-key: {key} is encrypted; give a key without a password"
 
 
-def test_a_url_of_another_kind_is_refused() -> None:
-    assert find_url_mistake("unix:///s") is None
-    assert "must begin with redis://" in (find_url_mistake("http://h") or "")
-    assert "cannot be read" in (find_url_mistake("redis://:a/b@h") or "")
+def test_a_key_of_another_kind_is_not_that_of_the_certificate(tmp_path: Path) -> None:
+    cert, key = Authority().issue("own.example").write(tmp_path)
+    rsa_cert, rsa_key = write_rsa(tmp_path, 2048)
+    assert RedisTls(cert=rsa_cert, key=rsa_key).find_mistake() is None
+    mistake = RedisTls(cert=cert, key=rsa_key).find_mistake()
+    assert mistake == f"--redis-tls-key: {rsa_key} does not belong to --redis-tls-cert"
+    mistake = RedisTls(cert=rsa_cert, key=key).find_mistake()
+    assert mistake == f"--redis-tls-key: {key} does not belong to --redis-tls-cert"
+
+
+def test_a_certificate_with_a_short_key_is_a_mistake_of_the_certificate(tmp_path: Path) -> None:
+    cert, key = write_rsa(tmp_path, 1024)
+    mistake = RedisTls(cert=cert, key=key).find_mistake() or ""
+    assert mistake.startswith(f"--redis-tls-cert: {cert} is too weak for OpenSSL (EE_KEY_TOO_SMALL)")
+
+
+def write_rsa(directory: Path, bits: int) -> tuple[Path, Path]:
+    """A certificate that signs itself, and its key."""
+    key = rsa.generate_private_key(65537, bits)
+    name, now = x509.Name([]), datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=1))
+    cert_file, key_file = directory / "rsa.pem", directory / "rsa.key"
+    cert_file.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    plain = serialization.NoEncryption()
+    key_file.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
+    return cert_file, key_file
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("UNEXPECTED_EOF_WHILE_READING", "Redis closes the connection; it may want a certificate"),
+        ("SSLV3_ALERT_HANDSHAKE_FAILURE", "Redis refuses the handshake"),
+        ("TLSV1_ALERT_PROTOCOL_VERSION", "Redis refuses the versions of TLS"),
+        ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "give --redis-tls-cert"),
+        ("NEW_IN_OPENSSL", "TLS fails: NEW_IN_OPENSSL"),
+    ],
+)
+def test_what_openssl_reports_becomes_a_sentence(name: str, words: str) -> None:
+    error = ssl.SSLError(1, "text")
+    error.reason = name
+    outer = redis.ConnectionError("Error 1 connecting")
+    outer.__cause__ = error
+    assert words in reason_of(outer) and words in reason_of(error)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://h", "must begin with redis://"),
+        ("REDIS://h", "must begin with redis://"),
+        (" redis://h", "must begin with redis://"),
+        ("re\tdis://h", "must begin with redis://"),
+        ("rediss:h", "must begin with redis://"),
+        ("rediss:/h", "must begin with redis://"),
+        ("redis://h\n", "has a blank or a control character"),
+        ("redis://:p\tw@h", "has a blank or a control character"),
+        ("unix:///my run/s", "as %XX, such as %20"),
+        ("redis://:a/b@h", "cannot be read"),
+    ],
+)
+def test_a_url_that_redis_py_reads_in_another_way_is_refused(url: str, words: str) -> None:
+    assert words in (find_url_mistake(url) or "")
+
+
+@pytest.mark.parametrize("scheme", ["redis://host", "rediss://host", "unix:///s"])
+@pytest.mark.parametrize(
+    "name",
+    ["colour", "credential_provider", "host", "max_connections", "retry_on_timeout", "socket_timeout"],
+)
+def test_an_option_that_could_undo_what_motet_sets_is_refused_by_its_name(scheme: str, name: str) -> None:
+    mistake = find_url_mistake(f"{scheme}?db=1&{name}=planted") or ""
+    assert mistake.startswith(f"has an option that Motet does not take: {name}; remove it; the options are client_name")
+    assert "planted" not in mistake
+
+
+def test_every_option_that_is_taken_makes_a_connection() -> None:
+    options = "client_name=motet&db=3&health_check_interval=5&protocol=3&username=me&password=p%2Fw"
+    for url in (
+        f"redis://h?{options}&socket_keepalive=1",
+        f"rediss://h?{options}",
+        f"unix:///s?{options}",
+        "unix:///s",
+    ):
+        assert find_url_mistake(url) is None
+        redis.Redis.from_url(url).connection_pool.make_connection()
+    assert "does not take: socket_keepalive" in (find_url_mistake("unix:///s?socket_keepalive=1") or "")
+    for option in ("db=x", "protocol=4", "health_check_interval=soon", "client_name=a%20b"):
+        assert f"the option {option.partition('=')[0]} " in (find_url_mistake(f"redis://h?{option}") or "")
+
+
+def test_a_part_of_a_password_is_not_named_as_an_option() -> None:
+    mistake = find_url_mistake("redis://me:12?plan=ted@host") or ""
+    assert mistake.startswith("has an option that Motet does not take; remove it") and "plan" not in mistake
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monke
             "--scaler-tls-client-ca: needs --scaler-listen",
         ),
         (["--worker-start-s", "0"], "--worker-start-s: 0.0 is not above 0"),
-        (["--redis-url", "http://x"], "--redis-url"),
+        (["--redis-url", "REDIS://x"], "--redis-url: must begin with redis://"),
+        (["--redis-url", "redis://x?colour=red"], "--redis-url: has an option that Motet does not take: colour"),
         (["--redis-url", "redis://x:9999999"], "--redis-url: cannot be read as SCHEME://"),
         (["--redis-password-file", "/nowhere"], "--redis-password-file: needs --redis-url"),
         (

@@ -102,11 +102,11 @@ async def test_second_server_on_a_directory_spares_the_redis_of_the_first(tmp_pa
         (
             "--redis-url",
             "redis://h?ssl_verify=no",
-            "--redis-url: has an option that redis-py does not know: ssl_ver",
+            "--redis-url: has an option that Motet does not take: ssl_verify; remove it",
         ),
         ("--redis-url", "redis://:planted@h", "--redis-url: its password would be shown to every user of this machine"),
         ("--store", "s3://key:planted@bucket", "--store: its password would be shown to every user of this machine"),
-        ("--worker-redis-url", "unix:///s?a=b", "--worker-redis-url: has an option that redis-py does not know: a"),
+        ("--worker-redis-url", "unix:///s?a=b", "--worker-redis-url: has an option that Motet does not take: a; "),
     ],
 )
 async def test_a_place_that_cannot_be_used_is_named_with_its_flag(

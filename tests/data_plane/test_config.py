@@ -104,6 +104,8 @@ def test_an_empty_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--worker-id", "Host 1", "--worker-id: 'Host 1'"),
         ("--control-plane", "localhost", "--control-plane: 'localhost'"),
         ("--control-plane", "localhost:70000", "HOST:PORT"),
+        ("--worker-redis-url", "REDIS://x", "--worker-redis-url: must begin with redis://"),
+        ("--worker-redis-url", "unix:///s?colour=red", "--worker-redis-url: has an option that .*: colour"),
         ("--exit-when-disconnected-s", "-1", "--exit-when-disconnected-s"),
     ],
 )

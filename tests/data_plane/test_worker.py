@@ -151,6 +151,10 @@ def test_a_worker_with_certificates_for_redis_reads_none_without_tls(tmp_path: P
     config = worker_config(tmp_path, redis_tls=RedisTls(ca=ca))
     access, reason = host_cache_access(config, welcome("redis://motet-worker@host"))
     assert access is None and "is not one of rediss://" in reason
+    access, reason = host_cache_access(config, welcome("REDIS://motet-worker@host"))
+    assert access is None and "must begin with redis://" in reason
+    access, reason = host_cache_access(config, welcome("redis://motet-worker@host?colour=red"))
+    assert access is None and "does not take: colour" in reason
     access, reason = host_cache_access(config, welcome("rediss://motet-worker@host?ssl_cert_reqs=none"))
     assert access is None and reason.startswith("the URL of the host cache has an option of TLS")
     access, _ = host_cache_access(config, welcome("rediss://motet-worker@host"))

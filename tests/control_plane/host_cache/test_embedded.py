@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from contract.redis_access import find_url_mistake
 from control_plane.host_cache.embedded import (
     FIRST_PAUSE_S,
     EmbeddedRedis,
@@ -63,6 +64,13 @@ async def _no_sleep(_: float) -> None:
 def _try(url: str, *command: str) -> object:
     with redis.Redis.from_url(url) as client:
         return client.execute_command(*command)
+
+
+async def test_a_directory_of_any_name_makes_urls_that_can_be_used(tmp_path: Path) -> None:
+    async with EmbeddedRedis(tmp_path / "my data #1?%20") as server:
+        for url in (server.url, server.worker_url):
+            assert find_url_mistake(url) is None
+            assert _try(url, "PING") is True
 
 
 async def test_only_this_user_can_open_the_socket_and_workers_need_no_password(tmp_path: Path) -> None:
