@@ -34,7 +34,7 @@ def main(address: str) -> int:
     place: Place
     try:
         config, place = pickle.load(sys.stdin.buffer)  # from the supervisor, which made it
-    except EOFError:  # the supervisor was killed meanwhile
+    except (EOFError, pickle.UnpicklingError):  # nothing, or not all of it: the supervisor was killed meanwhile
         return 1
     configure_logging(config.http.log_level, log_format=config.http.log_format, process=f"gateway {place.index}")
     keep_metrics_in(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -116,12 +117,12 @@ def test_a_port_that_processes_of_another_gateway_share_is_not_taken() -> None:
             supervise(config)
 
 
-def test_a_process_whose_supervisor_ends_before_it_has_settings_ends_without_a_traceback() -> None:
+@pytest.mark.parametrize("begun", [b"", pickle.dumps(("settings", "place"))[:-9]], ids=["nothing", "a part"])
+def test_a_process_whose_supervisor_ends_before_it_has_settings_ends_without_a_traceback(begun: bytes) -> None:
     child = subprocess.run(
         [sys.executable, "-m", "gateway.processes.child", "127.0.0.1:0"],
-        stdin=subprocess.DEVNULL,
+        input=begun,
         capture_output=True,
-        text=True,
         timeout=120,
     )
-    assert (child.returncode, child.stderr) == (1, "")
+    assert (child.returncode, child.stderr) == (1, b"")
