@@ -18,7 +18,7 @@ from contract.metrics.port import cannot_listen, check_can_listen
 from contract.model_dir import why_no_checkpoint
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import worker_ready
-from contract.redaction import redacted, split_url
+from contract.redaction import redacted
 from contract.redis_access import RedisAccess, RedisTls, find_url_mistake
 from contract.settings.addresses import is_loopback
 from contract.v1 import plan_pb2
@@ -252,7 +252,7 @@ def host_cache_access(config: WorkerConfig, welcome: plan_pb2.Welcome) -> tuple[
             "the host cache needs a password, which the control plane sends by TLS only; give "
             "--worker-redis-password-file, or MOTET_WORKER_REDIS_URL with the password"
         )
-    if split_url(url).scheme == "redis" and config.redis_tls != RedisTls():
+    if url.startswith("redis://") and config.redis_tls != RedisTls():
         return None, "--redis-tls-ca, -cert and -key are given, and the host cache's URL is not one of rediss://"
     return access, ""
 

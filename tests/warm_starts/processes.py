@@ -48,9 +48,9 @@ READ_AT_IMPORT = (
 class WarmProcess:
     """A process that another one forked."""
 
-    def __init__(self, pid: int, stdout: IO[bytes]) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.stdout: IO[bytes] | None = stdout
+        self.stdout: IO[bytes] | None = None
         self._ended = threading.Event()
         self._exit_code: int | None = None
 
@@ -101,10 +101,8 @@ class WarmStarts:
             )
         self._socket = here
         self._turn = threading.Lock()  # one start after the other
-        self._started: queue.Queue[int | None] = queue.Queue()  # pids; None: the process that forks has ended
-        self._processes: dict[int, WarmProcess] = {}
-        self._ended_early: dict[int, int] = {}
-        self._lock = threading.Lock()  # of the two above
+        # None: the process that forks has ended.
+        self._started: queue.Queue[WarmProcess | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         atexit.register(self.close)
@@ -122,16 +120,12 @@ class WarmStarts:
                     socket.send_fds(self._socket, [request], [write, log.fileno()])
             finally:
                 os.close(write)
-            pid = self._started.get()
-        if pid is None:
+            process = self._started.get()
+        if process is None:
             self._started.put(None)
             stdout.close()
             raise EOFError("the process that forks has ended")
-        process = WarmProcess(pid, stdout)
-        with self._lock:
-            self._processes[pid] = process
-            if pid in self._ended_early:
-                process.end(self._ended_early.pop(pid))
+        process.stdout = stdout
         return process
 
     def close(self) -> None:
@@ -143,21 +137,17 @@ class WarmStarts:
         self._server.wait()
 
     def _read(self) -> None:
+        processes: dict[int, WarmProcess] = {}  # that have not ended, by pid
         while data := self._receive():
             pid, exit_code = json.loads(data)
             if exit_code is None:
-                self._started.put(pid)
-                continue
-            with self._lock:
-                process = self._processes.pop(pid, None)
-                if process is None:
-                    self._ended_early[pid] = exit_code
-                else:
-                    process.end(exit_code)
-        with self._lock:  # nobody reports their ends any more
-            for process in self._processes.values():
-                process.kill()
-                process.end(-signal.SIGKILL)
+                processes[pid] = WarmProcess(pid)
+                self._started.put(processes[pid])
+            else:
+                processes.pop(pid).end(exit_code)
+        for process in processes.values():  # nobody reports their ends any more
+            process.kill()
+            process.end(-signal.SIGKILL)
         self._started.put(None)
 
     def _receive(self) -> bytes:
